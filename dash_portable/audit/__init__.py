@@ -1,0 +1,1 @@
+"""Compile every kernel for GPUs that are not here, and hold what each needs against what the card has."""
