@@ -1,0 +1,181 @@
+"""The only reader of the process's environment, and the table of variables that it knows."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dash_portable.errors import ArgumentError, found_needed, unknown_word
+from dash_portable.request import PHASES
+
+PREFIX = "DASH_PORTABLE_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """One variable: its name, what it may hold, and what it does."""
+
+    name: str
+    values: str
+    about: str
+
+
+VARIABLES = (
+    Variable(
+        name="DASH_PORTABLE_BACKEND",
+        values="a backend or family, or prefill=NAME,decode=NAME",
+        about="force this backend; AUTO or empty leaves the choice to the dispatcher",
+    ),
+    Variable(
+        name="DASH_PORTABLE_DISABLE",
+        values="backends or families, separated by commas",
+        about="never choose these",
+    ),
+    Variable(
+        name="DASH_PORTABLE_FA_VERSION",
+        values="2, 3 or 4",
+        about="of the flash_attn family only this generation",
+    ),
+    Variable(
+        name="DASH_PORTABLE_DETERMINISTIC",
+        values="0 or 1",
+        about="ask every request for equal bits from equal inputs",
+    ),
+    Variable(
+        name="DASH_PORTABLE_PLATFORM",
+        values="an arch such as sm90, gfx942, bmg, or cpu",
+        about="pretend this platform in reports; running an op under it raises",
+    ),
+    Variable(
+        name="DASH_PORTABLE_LOG",
+        values="choice or table",
+        about="write each new choice to stderr: its line, or every backend's reasons",
+    ),
+)
+
+VISIBLE_DEVICES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "ZE_AFFINITY_MASK",
+    "ZE_FLAT_DEVICE_HIERARCHY",
+    "ONEAPI_DEVICE_SELECTOR",
+    "SYCL_DEVICE_FILTER",
+    "NVIDIA_VISIBLE_DEVICES",
+)
+
+# Other projects' switches that a user may expect to work here.
+FOREIGN = (
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_FLASH_ATTN_VERSION",
+    "SGLANG_ATTENTION_BACKEND",
+    "DIFFUSERS_ATTN_BACKEND",
+    "VLLM_ROCM_USE_AITER",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the environment asked for; None and empty mean that it did not say.
+
+    backend   the forced name of each phase, as written
+    sources   variable and value as set, for messages
+    """
+
+    backend: tuple[tuple[str, str], ...] = ()
+    disable: tuple[str, ...] = ()
+    fa_version: int | None = None
+    deterministic: bool = False
+    platform: str | None = None
+    log: str | None = None
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def forced(self, phase: str) -> str | None:
+        """The backend forced for a phase, or None."""
+        return dict(self.backend).get(phase)
+
+    def source(self, name: str) -> str:
+        """`NAME=value` as it was set."""
+        return f"{name}={dict(self.sources)[name]}"
+
+
+def _backend(name: str, value: str) -> tuple[tuple[str, str], ...]:
+    if "=" not in value:
+        return tuple((phase, value) for phase in PHASES) if value.upper() != "AUTO" else ()
+    forced: dict[str, str] = {}
+    for part in value.split(","):
+        phase, equals, backend = (word.strip() for word in part.partition("="))
+        phase = phase.lower()
+        if phase not in PHASES or not equals or not backend or phase in forced:
+            raise found_needed(name, repr(value), f"NAME or {'=NAME,'.join(PHASES)}=NAME")
+        if backend.upper() != "AUTO":
+            forced[phase] = backend
+    return tuple(forced.items())
+
+
+def _one_of(name: str, value: str, valid: tuple[str, ...]) -> str:
+    if value.lower() not in valid:
+        raise found_needed(name, repr(value), " or ".join(valid))
+    return value.lower()
+
+
+def read(environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings of this moment; an unknown variable or value raises ArgumentError.
+
+    An empty variable counts as unset.
+
+    >>> read({"DASH_PORTABLE_BACKEND": "prefill=triton"}).forced("prefill")
+    'triton'
+    """
+    environ = os.environ if environ is None else environ
+    known = [variable.name for variable in VARIABLES]
+    ours = {name: environ[name].strip() for name in environ if name.upper().startswith(PREFIX)}
+    for name in ours:
+        if name not in known:
+            raise unknown_word("environment variable", name, known)
+    ours = {name: value for name, value in ours.items() if value}
+
+    def value(suffix: str) -> str:
+        return ours.get(PREFIX + suffix, "")
+
+    def choice(suffix: str, *valid: str) -> str | None:
+        return _one_of(PREFIX + suffix, value(suffix), valid) if value(suffix) else None
+
+    version = choice("FA_VERSION", "2", "3", "4")
+    return Settings(
+        backend=_backend(PREFIX + "BACKEND", value("BACKEND")) if value("BACKEND") else (),
+        disable=tuple(word.strip() for word in value("DISABLE").split(",") if word.strip()),
+        fa_version=int(version) if version else None,
+        deterministic=choice("DETERMINISTIC", "0", "1") == "1",
+        platform=value("PLATFORM") or None,
+        log=choice("LOG", "choice", "table"),
+        sources=tuple(sorted(ours.items())),
+    )
+
+
+def visible_devices(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The vendors' device-hiding variables that are set, verbatim; never obeyed, only reported."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in VISIBLE_DEVICES if name in environ}
+
+
+def foreign(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Other projects' switches that are set; they have no effect here."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in FOREIGN if name in environ}
+
+
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """The user's folder for what this package remembers of this machine; it may not exist."""
+    environ = os.environ if environ is None else environ
+    name = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
+    if environ.get(name):
+        return Path(environ[name]) / "dash_portable"
+    try:
+        return Path.home() / ".cache" / "dash_portable"
+    except RuntimeError as error:
+        raise ArgumentError(f"{name}: found nothing and no home folder, needed one") from error

@@ -1,0 +1,48 @@
+"""The exception tree, and the one form in which a wrong value is reported."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dash_portable.dispatch import Choice
+
+
+class DashError(Exception):
+    """Everything this package raises on purpose."""
+
+
+class ConfigError(DashError, ValueError):
+    """A model's configuration misses a key, or a key holds what the rule cannot use."""
+
+
+class ArgumentError(DashError, ValueError):
+    """An argument or an environment variable holds a value that no backend could use."""
+
+
+class UnsupportedError(DashError, RuntimeError):
+    """No backend serves the request, or the forced one does not; `choice` holds every reason."""
+
+    def __init__(self, text: str, choice: Choice | None = None) -> None:
+        super().__init__(text)
+        self.choice = choice
+
+
+class BackendError(DashError, RuntimeError):
+    """A library failed while planning or running; it is not retried elsewhere by itself."""
+
+
+def found_needed(name: str, found: object, needed: object) -> ArgumentError:
+    """An error that says in one sentence what was found under a name and what is needed there."""
+    return ArgumentError(f"{name}: found {found}, needed {needed}")
+
+
+def unknown_word(name: str, found: str, valid: Iterable[str]) -> ArgumentError:
+    """The error for a word that is not in a list, with the nearest one that is."""
+    words = sorted(valid)
+    near = difflib.get_close_matches(found.lower(), [word.lower() for word in words], 1, 0.3)
+    hint = [word for word in words if near and word.lower() == near[0]]
+    ending = f" (nearest: {hint[0]})" if hint else ""
+    return found_needed(name, repr(found), f"one of {' '.join(words)}{ending}")
