@@ -1,7 +1,9 @@
-"""Case: one kernel as it is launched, written down so that it can be compiled where there is no GPU.
+"""Case: one kernel as it is launched, written down so that it can be compiled where there is no
+GPU.
 
-Values only; needs neither triton nor torch. `dash_portable.kernels.cases.CASES` maps a name to a Case, and the audit,
-the Intel lane, the disassembly checks and docs/kernels.md all read that one table.
+Values only; needs neither triton nor torch. `dash_portable.kernels.cases.CASES` maps a name to a
+Case, and the audit, the Intel lane, the disassembly checks and docs/kernels.md all read that one
+table.
 """
 
 from __future__ import annotations
@@ -28,15 +30,18 @@ class Case(NamedTuple):
     """A kernel with the types and constants of one real launch.
 
     kernel      a @triton.jit function
-    types       run-time arguments: name -> Triton's type text. "*bf16" is a pointer, taken as aligned to 16 bytes;
-                "i32", "i64", "fp32" a scalar; "i32:16" an integer known to be a multiple of 16, which is what a
-                launch tells the compiler about most strides: the hint changes the code, so give it where it is real
-    consts      constexpr arguments: name -> value, also arguments that are launched as None or as the integer 1
+    types       run-time arguments: name -> Triton's type text. "*bf16" is a pointer, taken as
+                aligned to 16 bytes; "i32", "i64", "fp32" a scalar; "i32:16" an integer known to be
+                a multiple of 16, which is what a launch tells the compiler about most strides: the
+                hint changes the code, so give it where it is real
+    consts      constexpr arguments: name -> value, also arguments that are launched as None or as
+                the integer 1
     launch      target -> its launch rows; EVERYWHERE ("*") serves the targets that are not named
     matrix      True when the kernel is meant to use the matrix units (checked in the disassembly)
-    may_spill   targets on which a spill is accepted, with the reason; anywhere else a spill is a failure
-    absent      targets that cannot have this kernel, with the reason: shown, not compiled. A vendor's name
-                ("intel") covers all its targets
+    may_spill   targets on which a spill is accepted, with the reason; anywhere else a spill is a
+                failure
+    absent      targets that cannot have this kernel, with the reason: shown, not compiled. A
+                vendor's name ("intel") covers all its targets
     """
 
     kernel: Any
