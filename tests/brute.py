@@ -44,27 +44,23 @@ class Rule:
         return self.local_blocks * self.block
 
 
-# --- rounding -------------------------------------------------------------------------------------
-
-
 def rounded(x: npt.ArrayLike, dtype: str) -> Floats:
     """`x` rounded once to nearest even in `dtype` (a torch type's name), as float64 again."""
-    exact = np.asarray(x, np.float64)
+    exact: Floats = np.array(x, np.float64)
     if dtype == "float64":
-        return exact.copy()
+        return exact
     if dtype in ("float32", "float16"):
         with np.errstate(over="ignore"):
-            return exact.astype(dtype).astype(np.float64)
+            narrow: Floats = exact.astype(dtype).astype(np.float64)
+        return narrow
     if dtype != "bfloat16":
         raise ValueError(f"dtype: found {dtype}, needed float64, float32, float16 or bfloat16")
     exponent = np.frexp(exact)[1]
     # 8 bits of significand; below 2**-126 the spacing no longer shrinks.
     spacing = np.ldexp(1.0, np.maximum(exponent, -125) - 8)
-    nearest = np.rint(exact / spacing) * spacing
-    return np.where(np.abs(nearest) >= 2.0**128, np.copysign(np.inf, nearest), nearest)
-
-
-# --- coordinates ----------------------------------------------------------------------------------
+    nearest: Floats = np.asarray(np.rint(exact / spacing) * spacing)
+    nearest[np.abs(nearest) >= 2.0**128] *= np.inf
+    return nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +99,16 @@ def coordinates(prompt: Sequence[int], decoded: Sequence[int] = ()) -> Coordinat
         page = [0] * len(roles)
         query_page = [-1] * len(roles)
 
-    tok = [page[:i].count(page[i]) for i in range(len(roles))]
     num_pages = max(page)
     if num_pages > 65_535:
         raise ValueError(f"prompt: found {num_pages} pages, needed at most 65535")
+
+    tok = [page[:i].count(page[i]) for i in range(len(roles))]
     counts = [page[: last + 1].count(p) for p in range(num_pages + 1)]
     starts = [sum(counts[:p]) for p in range(num_pages + 1)]
-    image_page = [m - 1 if role == IMAGE else -1 for role, m in zip(roles, markers_until)]
+    image_page = [
+        m - 1 if role == IMAGE else -1 for role, m in zip(roles, markers_until, strict=True)
+    ]
 
     for role in decoded:
         if role == MARKER and images:
@@ -145,9 +144,6 @@ def positions(where: Coordinates) -> Ints:
     return table
 
 
-# --- rotation and summaries -----------------------------------------------------------------------
-
-
 def rotate(x: npt.ArrayLike, tok: int, page: int, rule: Rule) -> Floats:
     """`x [..., D]` of one token, rotated by its coordinates ("page2d")."""
     x = np.asarray(x, np.float64)
@@ -166,9 +162,6 @@ def summarise(keys: npt.ArrayLike, head_cls: npt.ArrayLike) -> Floats:
     logit = np.clip(keys @ np.asarray(head_cls, np.float64) / math.sqrt(keys.shape[1]), -1e4, 1e4)
     weight = np.exp(logit - logit.max())
     return np.asarray(weight / max(weight.sum(), 1e-6) @ keys, np.float64)
-
-
-# --- selection ------------------------------------------------------------------------------------
 
 
 def remote_blocks(position: int, rule: Rule) -> list[int]:
@@ -259,9 +252,6 @@ def select(
     )
 
 
-# --- attention ------------------------------------------------------------------------------------
-
-
 def _softmax_over(logit: Floats, value: Floats) -> tuple[Floats, float]:
     """Normalised output `[D]` and natural-log mass of logits `[n]` over values `[n, D]`."""
     top = logit.max()
@@ -287,7 +277,7 @@ def attend(
     keys, values = np.asarray(keys, np.float64), np.asarray(values, np.float64)
     low = max(position + 1 - rule.local, 0)
     read: list[tuple[int, float]] = []
-    for block, extra in zip(blocks, bias):
+    for block, extra in zip(blocks, bias, strict=True):
         end = min((block + 1) * rule.block, low)  # the local window wins where they overlap
         read += [(token, float(extra)) for token in range(block * rule.block, end)]
     read += [(token, 0.0) for token in range(low, position + 1)]
@@ -327,7 +317,7 @@ def attend_segments(
     for head in range(query.shape[0]):
         parts: list[Floats] = []
         masses: list[float] = []
-        for segment, (length, extra) in enumerate(zip(used, [*bias, 0.0])):
+        for segment, (length, extra) in enumerate(zip(used, [*bias, 0.0], strict=True)):
             if length <= 0:
                 continue
             at = slice(segment * block, segment * block + int(length))
@@ -352,9 +342,6 @@ def causal(query: npt.ArrayLike, keys: npt.ArrayLike, values: npt.ArrayLike) -> 
             logit = key @ query[row, head] / math.sqrt(query.shape[2])
             out[row, head] = _softmax_over(logit, value)[0]
     return out
-
-
-# --- the cache's auxiliary head -------------------------------------------------------------------
 
 
 def auxiliary_bytes(roles: Sequence[int], where: Coordinates, rule: Rule) -> Ints:
@@ -393,9 +380,6 @@ def auxiliary_numbers(index_keys: Floats, summaries: Floats, rule: Rule) -> Floa
 
 def _int32(value: int | np.int64) -> bytes:
     return int(value).to_bytes(4, "little", signed=True)
-
-
-# --- a document from end to end -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

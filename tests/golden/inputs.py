@@ -19,18 +19,24 @@ _TOPICS = 12
 def index_key(seed: int, position: int, dim: int) -> Row:
     """`ik` of the token at `position`."""
     topic = _mixed(seed, 11, position // 40) % _TOPICS
-    return _uniform(seed, 12, topic, dim) + np.float32(0.5) * _uniform(seed, 13, position, dim)
+    return _noisy(_uniform(seed, 12, topic, dim), _uniform(seed, 13, position, dim))
 
 
 def index_query(seed: int, position: int, dim: int) -> Row:
     """`iq` of the token at `position`."""
     topic = _mixed(seed, 14, position) % _TOPICS
-    return _uniform(seed, 12, topic, dim) + np.float32(0.5) * _uniform(seed, 15, position, dim)
+    return _noisy(_uniform(seed, 12, topic, dim), _uniform(seed, 15, position, dim))
 
 
 def head_cls(seed: int, dim: int) -> Row:
     """The learned query of the summaries."""
-    return np.float32(2.0) * _uniform(seed, 16, 0, dim)
+    row: Row = np.float32(2.0) * _uniform(seed, 16, 0, dim)
+    return row
+
+
+def _noisy(pattern: Row, noise: Row) -> Row:
+    row: Row = pattern + np.float32(0.5) * noise
+    return row
 
 
 def _mix(z: int) -> int:
