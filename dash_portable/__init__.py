@@ -1,0 +1,52 @@
+"""DASH block-sparse attention on NVIDIA, AMD and Intel GPUs and on a CPU.
+
+Names are imported when they are first used: `import dash_portable` loads neither torch nor Triton nor a
+vendor's library, and touches no device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+# name -> the module that defines it
+_HOMES = {
+    "ArgumentError": "errors",
+    "BackendError": "errors",
+    "ConfigError": "errors",
+    "DashAttention": "layers",
+    "DashConfig": "config",
+    "DashError": "errors",
+    "DashStep": "plan",
+    "FlashAttentionCuTeDSLCompileSpec": "backends.flash_attn_cute",
+    "UnsupportedError": "errors",
+    "cache_dash_prefill": "attention",
+    "current_platform": "platform",
+    "empty_cache": "cache",
+    "explain": "dispatch",
+    "flash_dash_attention": "attention",
+    "get_flash_attn_version": "backends.flash_attn",
+    "is_flash_attn_varlen_func_available": "backends.flash_attn",
+    "paged_dash_decode": "attention",
+    "paged_dash_prefill": "attention",
+    "prompt_positions": "pages",
+    "rebuild_summaries": "attention",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - one list, not two that can differ
+
+if TYPE_CHECKING:
+    __version__: str
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return importlib.metadata.version("dash-portable")
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

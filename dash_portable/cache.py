@@ -1,0 +1,147 @@
+"""The cache layout: where token t of a sequence lies, and which element of the auxiliary head holds what.
+
+`cache [num_blocks, H + 1, block_size, 2 D]`. Heads 0..H-1 hold the rotated key in `[:D]` and the value
+in `[D:]`. The last head is the auxiliary one: the rotated index key in `[:D]` and, behind it, numbers
+as bytes, one byte (0..255, exact in float16 and bfloat16) an element, little endian. A server that
+already keeps such a cache can hand it over as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dash_portable.config import DashConfig
+from dash_portable.errors import ArgumentError, UnsupportedError
+
+# Offsets behind the index key, in elements. What lies from COUNT on stands on chosen rows only.
+ROLE = 0  # every row
+STATE = 2  # every row: tok, page, num_pages, query_page as int32
+COUNT = 18  # row i <= num_pages of a sequence: tokens of page i up to the last image, int32
+START = 22  # the same row: first token of page i, int32
+LOW = 26  # first row of a complete block: smallest image_page + 1 in it, uint16, 0 for none
+HIGH = 28  # the same row: the largest
+BYTES_END = 30
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """The sizes of one cache."""
+
+    num_blocks: int
+    kv_heads: int
+    block_size: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, cache: Tensor, config: DashConfig) -> CacheShape:
+        """Read the sizes off a cache and check them against the model.
+
+        ArgumentError on another rank, width, dtype or last stride; UnsupportedError for fp8, whose
+        numbers cannot carry the state's byte values.
+        """
+        if cache.dim() != 4:
+            raise ArgumentError(
+                f"cache: found {list(cache.shape)}, needed [num_blocks, H + 1, block_size, 2 D]"
+            )
+        if cache.dtype.itemsize == 1:
+            raise UnsupportedError(
+                f"cache: found {cache.dtype}, needed float16, bfloat16 or float32 "
+                "(8-bit numbers cannot hold all 256 byte values of the token state)"
+            )
+        if cache.dtype not in DTYPES:
+            raise ArgumentError(
+                f"cache: found {cache.dtype}, needed float16, bfloat16 or float32"
+            )
+        blocks, heads, block_size, width = cache.shape
+        if width != 2 * config.index_dim:
+            raise ArgumentError(
+                f"cache: found a last dimension of {width}, needed {2 * config.index_dim} "
+                f"(twice the head width of the configuration)"
+            )
+        if heads < 2:
+            raise ArgumentError(
+                f"cache: found {heads} heads, needed at least 2 (kv heads and the auxiliary one)"
+            )
+        if cache.stride(-1) != 1:
+            raise ArgumentError(f"cache: found a last stride of {cache.stride(-1)}, needed 1")
+        check_block_size(block_size, config.block)
+        return cls(
+            num_blocks=blocks, kv_heads=heads - 1, block_size=block_size, head_dim=width // 2
+        )
+
+
+def check_block_size(block_size: int, block: int) -> None:
+    """A sparse block spans whole cache blocks or lies inside one; ArgumentError otherwise."""
+    if block_size < 1 or (block_size % block and block % block_size):
+        near = max(block, round(block_size / block) * block)
+        raise ArgumentError(
+            f"block_size: found {block_size}, needed a multiple or a divisor of the sparse block "
+            f"({block}), for example {near}"
+        )
+
+
+def empty_cache(
+    config: DashConfig,
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """A cache for `num_blocks * block_size` tokens, zeroed.
+
+    Gives `[num_blocks, num_kv_heads + 1, block_size, 2 D]` with D = `config.index_dim`.
+
+    >>> config = DashConfig(index_dim=64, scale=(1.0,), floor=(1e-4,))
+    >>> list(empty_cache(config, 4, 2, 16, dtype=torch.float16).shape)
+    [4, 3, 16, 128]
+    """
+    for name, value in (("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads)):
+        if value < 1:
+            raise ArgumentError(f"{name}: found {value}, needed at least 1")
+    if dtype not in DTYPES:
+        raise ArgumentError(f"dtype: found {dtype}, needed float16, bfloat16 or float32")
+    check_block_size(block_size, config.block)
+    shape = (num_blocks, num_kv_heads + 1, block_size, 2 * config.index_dim)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def to_bytes(values: Tensor, width: int) -> Tensor:
+    """Integers to `width` byte values each, little endian: `[...]` to `[..., width]`, int64."""
+    shifts = torch.arange(0, 8 * width, 8, device=values.device)
+    return (values.long().unsqueeze(-1) >> shifts) & 255
+
+
+def from_bytes(elements: Tensor) -> Tensor:
+    """Byte values `[..., 4]` (or 2) of any float type to integers `[...]`, int64.
+
+    Four bytes are an int32 (255, 255, 255, 255 is -1), two are a uint16.
+    """
+    width = elements.shape[-1]
+    # Another owner's cache may hold anything here; what is no byte must not poison the shift.
+    numbers = elements.float().nan_to_num(0.0, 0.0, 0.0).clamp(0, 255).long()
+    shifts = torch.arange(0, 8 * width, 8, device=elements.device)
+    whole = (numbers << shifts).sum(-1)
+    return whole - ((whole >> 31) << 32) if width == 4 else whole
+
+
+def places(block_table: Tensor, rows: Tensor, tokens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Cache block and offset of token `tokens[i]` of sequence `rows[i]`, int64, in their shape."""
+    blocks = block_table[rows.long(), tokens.long() // block_size].long()
+    return blocks, tokens.long() % block_size
+
+
+def auxiliary(cache: Tensor) -> Tensor:
+    """The auxiliary head, a view `[num_blocks, block_size, 2 D]`."""
+    return cache[:, -1]
+
+
+def summary_at(head_dim: int) -> int:
+    """First element of half a summary; rows t and t + 1 of a block that begins at t hold one half each."""
+    return head_dim + head_dim // 2
