@@ -17,7 +17,9 @@ def _names(text: str) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dash_portable.audit", description=__doc__)
-    parser.add_argument("--targets", type=_names, help="comma list; `quick` is " + ",".join(QUICK))
+    parser.add_argument(
+        "--targets", type=_names, help="comma list, `all`, or `quick`: " + ",".join(QUICK)
+    )
     parser.add_argument("--only", type=_names, help="comma list of cases")
     parser.add_argument("--jobs", type=int, default=1, help="compiles at a time")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one compile")
@@ -40,7 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.write(f"[{done}/{total}] {line(row)}\n")
         sys.stdout.flush()
 
-    targets = QUICK if args.targets == ["quick"] else args.targets
+    named = {"quick": list(QUICK), "all": list(TARGETS)}
+    targets = named.get(",".join(args.targets or ["all"]), args.targets)
     rows = run_audit(
         targets,
         args.only,

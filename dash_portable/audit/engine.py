@@ -9,11 +9,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dash_portable.errors import ArgumentError, BackendError
+from dash_portable.errors import BackendError, found_needed, unknown_word
 
 from .targets import ALL_TARGETS, TARGETS
 from .usage import Usage
@@ -55,11 +54,10 @@ class Row:
 
 
 def _known(what: str, names: Iterable[str], table: Iterable[str]) -> None:
-    table = list(table)
+    valid = list(table)
     for name in names:
-        if name not in table:
-            near = get_close_matches(name, table, 1) or table
-            raise ArgumentError(f"{what}: found {name!r}, needed one of {' '.join(near)}")
+        if name not in valid:
+            raise unknown_word(what, name, valid)
 
 
 def _command(environment: Mapping[str, str]) -> list[str]:
@@ -102,7 +100,7 @@ def run_audit(
     _known("targets", places, ALL_TARGETS)
     wanted = None if only is None else list(only)
     if jobs < 1:
-        raise ArgumentError(f"jobs: found {jobs}, needed 1 or more")
+        raise found_needed("jobs", jobs, "1 or more")
     if dump is not None:
         Path(dump).mkdir(parents=True, exist_ok=True)
     environment = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

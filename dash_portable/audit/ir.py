@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ _MATRIX_AMD = re.compile(r"\bv_(?:mfma|smfmac|s?wmma)_\w+")
 _MATRIX_INTEL = re.compile(r"call [^\n]*matrix_mad")
 
 
-def _operations(ttir: str) -> Iterator[tuple[str, str, str, str, str]]:
-    """(result, operation, operands, type text, source line) of every assignment."""
+def _operations(ttir: str) -> Iterator[tuple[str, str, str, str]]:
+    """(result, operation, operands, type text) of every assignment."""
     for line in ttir.splitlines():
         body = re.sub(r"\s*loc\((?:#\w+|.*)\)\s*$", "", line)
         found = _LINE.match(body)
         if found:
             operands, _, types = found.group(3).rpartition(" : ")
-            yield found.group(1), found.group(2), operands, types.strip(), line
+            yield found.group(1), found.group(2), operands, types.strip()
 
 
 def narrow_arithmetic(ttir: str) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def narrow_arithmetic(ttir: str) -> tuple[str, ...]:
     loses precision.
     """
     found = set()
-    for _, name, _, types, _ in _operations(ttir):
+    for _, name, _, types in _operations(ttir):
         if _ARITHMETIC.match(name) and (kind := _NARROW.search(types.split(" -> ")[-1])):
             found.add(
                 f"arithmetic: {name} on {kind.group(1)} values, widen them to f32 after the load"
@@ -53,25 +53,27 @@ def narrow_arithmetic(ttir: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def narrow_addresses(ttir: str) -> tuple[str, ...]:
-    """A stride multiplied in 32 bits: wrong without a word as soon as the tensor passes 2**31
-    elements.
+def narrow_addresses(ttir: str, names: Sequence[str]) -> tuple[str, ...]:
+    """A stride multiplied in 32 bits: silently wrong as soon as the tensor passes 2**31 elements.
+
+    names   the kernel's run-time arguments in order: not every version of Triton keeps them in the
+            text
     """
     head = next((line for line in ttir.splitlines() if "tt.func public" in line), "")
-    strides = {
-        name
-        for name, kind in _ARGUMENT.findall(head)
-        if kind == "i32" and name.startswith("%stride")
+    arguments = zip(names, _ARGUMENT.findall(head), strict=True)
+    origin = {
+        value: name
+        for name, (value, kind) in arguments
+        if kind == "i32" and name.startswith("stride")
     }
-    origin = {name: name for name in strides}
     found = set()
-    for result, name, operands, types, _ in _operations(ttir):
+    for result, name, operands, types in _operations(ttir):
         used = re.findall(r"%\w+", operands)
         if name in _SHAPE_ONLY and used and used[0] in origin:
             origin[result] = origin[used[0]]
         elif name == "arith.muli" and re.search(r"i32>?$", types):
             found |= {f"address: {origin[u]} is multiplied in 32 bits" for u in used if u in origin}
-    return tuple(sorted(text.replace("%", "") for text in found))
+    return tuple(sorted(found))
 
 
 def matrix_instructions(kernel: Any, target: Target) -> int:

@@ -40,6 +40,16 @@ class Work(NamedTuple):
     def stem(self) -> str:
         return f"{self.name}.{self.target}" + (f".{self.number}" if self.number else "")
 
+    @property
+    def consts(self) -> dict[str, Any]:
+        return {**self.case.consts, **self.launch.consts}
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """The run-time arguments in the kernel's order, with their type texts."""
+        types, names = self.case.types, self.case.kernel.arg_names
+        return {name: types[name] for name in names if name not in self.consts}
+
 
 def load_cases(table: str) -> Mapping[str, Case]:
     """`module:NAME` -> the table of cases it names."""
@@ -50,14 +60,13 @@ def load_cases(table: str) -> Mapping[str, Case]:
 
 def _facts(work: Work, kernel: Any) -> dict[str, Any]:
     """What a launcher without Triton must know of the module it loads."""
-    consts = {**work.case.consts, **work.launch.consts}
     return {
         "kernel": kernel.metadata.name,
         "shared": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
         "threads": getattr(kernel.metadata, "threads_per_warp", kernel.metadata.target.warp_size),
-        "consts": consts,
-        "args": {a: work.case.types[a] for a in work.case.kernel.arg_names if a not in consts},
+        "consts": work.consts,
+        "args": work.arguments,
     }
 
 
@@ -82,7 +91,7 @@ def _examine(work: Work, dump: str | None) -> dict[str, Any]:
     usage = usage_of(kernel, target)
     problems = [*excess(usage, target, work.target in work.case.may_spill)]
     ttir = str(kernel.asm["ttir"])
-    problems += [*narrow_arithmetic(ttir), *narrow_addresses(ttir)]
+    problems += [*narrow_arithmetic(ttir), *narrow_addresses(ttir, list(work.arguments))]
     matrix = matrix_instructions(kernel, target) if work.case.matrix else 0
     if work.case.matrix and target.matrix and not matrix:
         problems.append("matrix: the case claims matrix instructions, none are in the binary")

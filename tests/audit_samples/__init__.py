@@ -1,1 +1,3 @@
-"""Small kernels for the tests of the audit: right ones, and one for each thing the audit must notice."""
+"""Small kernels for the tests of the audit: right ones, and one for each thing the audit must
+notice.
+"""

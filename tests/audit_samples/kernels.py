@@ -92,7 +92,10 @@ CASES = {
     "narrow_offset": Case(narrow_offset_kernel, _SCALE, _TILE),
     "many_warps": Case(scale_kernel, _SCALE, _TILE, launch={EVERYWHERE: (Launch(warps=64),)}),
     "big_tile": Case(
-        product_kernel, _PRODUCT, {"TILE": 128, "D": 256}, launch={EVERYWHERE: (Launch(8, stages=3),)}
+        product_kernel,
+        _PRODUCT,
+        {"TILE": 128, "D": 256},
+        launch={EVERYWHERE: (Launch(8, stages=3),)},
     ),
     "not_matrix": Case(scale_kernel, _SCALE, _TILE, matrix=True),
     "top": Case(top_kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"N": 256, "K": 16}),

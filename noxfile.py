@@ -1,0 +1,82 @@
+"""One session a check: `nox -s audit`. The same steps as in CI; ci/test.sh holds what each of them
+runs.
+"""
+
+import nox
+
+nox.options.sessions = ["lint", "types", "matrix", "docs", "tests", "interpreter", "audit"]
+# The steps run in the environment that nox was started from: six copies of torch would gain
+# nothing.
+nox.options.default_venv_backend = "none"
+
+
+def _step(session: nox.Session, *steps: str) -> None:
+    session.run(
+        "bash", "ci/test.sh", *steps, *session.posargs, env={"PYTHON": "python"}, external=True
+    )
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff: format and rules."""
+    _step(session, "lint")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy."""
+    _step(session, "types")
+
+
+@nox.session
+def matrix(session: nox.Session) -> None:
+    """The lanes of ci/vendors.json are right, and the workflow is theirs."""
+    _step(session, "matrix")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The generated pages are current."""
+    _step(session, "docs")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The tests, kernels excepted."""
+    _step(session, "cpu")
+
+
+@nox.session
+def interpreter(session: nox.Session) -> None:
+    """The kernels in Triton's interpreter, against the oracle."""
+    _step(session, "interpreter")
+
+
+@nox.session
+def audit(session: nox.Session) -> None:
+    """Kernels compiled for six GPUs, held against their limits."""
+    _step(session, "audit")
+
+
+@nox.session(name="audit-full")
+def audit_full(session: nox.Session) -> None:
+    """Kernels compiled for all twelve GPUs."""
+    _step(session, "audit-full")
+
+
+@nox.session
+def intel(session: nox.Session) -> None:
+    """Intel's Triton: SPIR-V, native code, execution on the CPU."""
+    _step(session, "intel")
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Planted faults are caught, each by the lane meant for it."""
+    _step(session, "faults")
+
+
+@nox.session
+def simulated(session: nox.Session) -> None:
+    """Every lane that needs no GPU: all targets, oldest and newest Triton and torch, Intel."""
+    session.run("bash", "ci/simulated.sh", *session.posargs, external=True)

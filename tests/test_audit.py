@@ -1,0 +1,205 @@
+"""The audit: compiles in processes of its own, on sample kernels of which some are wrong on
+purpose.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dash_portable import audit
+from dash_portable.audit.case import EVERYWHERE, Case, Launch
+from dash_portable.audit.targets import ALL_TARGETS, QUICK, TARGETS
+from dash_portable.audit.usage import Usage, excess, too_many_threads
+from dash_portable.errors import ArgumentError, BackendError
+from dash_portable.platform.facts import ARCHS, Vendor
+
+pytest.importorskip("triton", reason="compiling needs Triton, which is built for Linux only")
+
+SAMPLES = "tests.audit_samples.kernels:CASES"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
+def rows_of(cache: Path, targets: str, only: str, **more: object) -> list[audit.Row]:
+    return audit.run_audit(
+        targets.split(), only.split(), jobs=2, limit=60, cache=cache, cases=SAMPLES, **more
+    )
+
+
+def test_right_kernels_pass_on_every_kind_of_card(cache: Path):
+    rows = rows_of(cache, "sm80 sm90 sm120 gfx942 gfx1201", "scale product")
+    assert [row.problems for row in rows] == [()] * 10
+    for row in rows:
+        assert row.usage is not None
+        assert 0 < row.usage.regs <= ALL_TARGETS[row.target].regs
+        assert row.usage.binary > 0
+        assert row.triton
+        assert (row.usage.shared > 0) == (row.case == "product")
+        assert (row.matrix > 0) == (row.case == "product")
+
+
+@pytest.mark.parametrize(
+    ("case", "target", "said"),
+    [
+        ("narrow_add", "sm90", "arithmetic: arith.addf on bf16 values"),
+        ("narrow_add", "gfx942", "arithmetic: arith.addf on bf16 values"),
+        ("narrow_offset", "sm90", "address: stride_x is multiplied in 32 bits"),
+        ("narrow_offset", "gfx942", "address: stride_x is multiplied in 32 bits"),
+        ("big_tile", "gfx942", "shared memory: needs"),
+        ("big_tile", "sm90", "shared memory: needs"),
+        ("many_warps", "sm90", "threads: 64 warps of 32 are 2048"),
+        ("many_warps", "gfx942", "threads: 64 warps of 64 are 4096"),
+        ("not_matrix", "sm80", "matrix: the case claims"),
+        ("not_matrix", "gfx942", "matrix: the case claims"),
+        ("refused", "sm90", "compile: UnsupportedLanguageConstruct"),
+        ("top", "pvc", "compile:"),  # this Triton has no Intel backend
+    ],
+)
+def test_wrong_kernel_is_noticed(cache: Path, case: str, target: str, said: str):
+    (row,) = rows_of(cache, target, case)
+    assert not row.ok
+    assert any(text.startswith(said) for text in row.problems), row.problems
+
+
+def test_slow_compile_is_ended(cache: Path):
+    (row,) = audit.run_audit(["sm90"], ["slow"], limit=1, cache=cache, cases=SAMPLES)
+    assert row.problems == ("time: not compiled within 1 s",)
+    assert row.seconds < 10
+
+
+def test_launch_rows_are_per_target(cache: Path):
+    rows = rows_of(cache, "sm80 sm90", "scale_rows")
+    shape = [(row.target, row.label, row.warps) for row in rows]
+    assert shape == [("sm80", "0", 2), ("sm90", "1", 8), ("sm90", "few", 1)]
+
+
+def test_absent_kernel_is_shown_with_its_reason(cache: Path):
+    rows = rows_of(cache, "sm80 gfx90a pvc", "top_declared")
+    assert [(row.target, row.absent, row.note) for row in rows] == [
+        ("sm80", False, ""),
+        ("gfx90a", True, "an example"),
+        ("pvc", True, "tl.topk came after Triton 3.3"),
+    ]
+    assert "none  gfx90a" in audit.render(rows)
+
+
+def test_dump_holds_what_a_launcher_needs(cache: Path, tmp_path: Path):
+    rows_of(cache, "sm90", "scale", dump=tmp_path)
+    facts = json.loads((tmp_path / "scale.sm90.json").read_text())
+    assert facts == {
+        "kernel": "scale_kernel",
+        "shared": 0,
+        "warps": 4,
+        "threads": 32,
+        "consts": {"TILE": 128},
+        "args": {"x_ptr": "*bf16", "y_ptr": "*fp32", "stride_x": "i32:16", "scale": "fp32"},
+    }
+    assert (tmp_path / "scale.sm90.cubin").read_bytes()[:4] == b"\x7fELF"
+    assert str(Path.cwd()) not in (tmp_path / "scale.sm90.ptx").read_text()
+
+
+def test_warm_cache_gives_the_same_rows(cache: Path):
+    first, second = (rows_of(cache, "sm80 gfx942", "product") for _ in range(2))
+    assert [row.usage for row in first] == [row.usage for row in second]
+
+
+def test_progress_counts_rows(cache: Path):
+    seen = []
+    rows_of(
+        cache, "sm80 sm90", "scale", progress=lambda row, done, total: seen.append((done, total))
+    )
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_compiling_process_has_no_torch(tmp_path: Path):
+    (tmp_path / "no_torch.py").write_text(
+        "import sys\nassert 'torch' not in sys.modules\nCASES = {}\n", encoding="utf-8"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        assert audit.run_audit(["sm90"], cases="no_torch:CASES") == []
+
+
+def test_compiles_in_a_process_that_interprets(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (row,) = rows_of(cache, "sm90", "scale")
+    assert row.ok
+
+
+def test_unknown_names_raise_with_the_nearest(cache: Path):
+    with pytest.raises(ArgumentError, match=r"targets: found 'sm9', needed one of .*nearest: sm"):
+        rows_of(cache, "sm9", "scale")
+    with pytest.raises(ArgumentError, match=r"only: found 'scal', needed one of .*nearest: scale"):
+        rows_of(cache, "sm90", "scal")
+    with pytest.raises(ArgumentError, match="jobs: found 0, needed 1 or more"):
+        audit.run_audit(["sm90"], jobs=0, cases=SAMPLES)
+
+
+def test_broken_table_raises_with_its_words():
+    with pytest.raises(BackendError, match="No module named 'no_such_module'"):
+        audit.run_audit(["sm90"], cases="no_such_module:CASES")
+
+
+def test_limits_are_data():
+    target = TARGETS["gfx942"]
+    assert excess(Usage(65536, regs=512), target, may_spill=False) == ()
+    assert excess(Usage(65537), target, may_spill=False) == (
+        "shared memory: needs 65537 bytes, the card has 65536",
+    )
+    assert excess(Usage(0, regs=513), target, may_spill=False) == (
+        "registers: needs 513, the card has 512",
+    )
+    assert excess(Usage(0, spill=4), target, may_spill=False) == (
+        "spill: 4 registers, none is claimed",
+    )
+    assert excess(Usage(0, spill=4), target, may_spill=True) == ()
+    assert too_many_threads(16, target) is None
+    assert too_many_threads(17, target) is not None
+
+
+def test_targets_are_archs_that_the_platform_knows():
+    known = {arch.token for arch in ARCHS} | {"generic"}
+    assert set(ALL_TARGETS) <= known
+    assert {target.vendor for target in ALL_TARGETS.values()} <= {str(vendor) for vendor in Vendor}
+    assert set(QUICK) <= set(TARGETS)
+
+
+def test_case_without_a_row_for_a_target_raises():
+    case = Case(None, {}, launch={"sm90": (Launch(8),)})
+    assert case.rows("sm90") == (Launch(8),)
+    assert Case(None, {}).rows("sm90") == Case(None, {}).launch[EVERYWHERE]
+    with pytest.raises(KeyError, match="no launch row for sm80"):
+        case.rows("sm80")
+
+
+ROWS = [
+    audit.Row(case="a", target="sm90", triton="3.7.1", warps=4, usage=Usage(10, 20, 0, 0, 99)),
+    audit.Row(case="a", target="sm90", label="big", triton="3.7.1", usage=Usage(30, 10)),
+    audit.Row(case="a", target="gfx942", triton="3.7.1", problems=("spill: 4 registers",)),
+    audit.Row(case="b", target="gfx942", triton="3.7.1", absent=True, note="not there"),
+]
+
+
+def test_report_names_what_is_wrong():
+    text = audit.render(ROWS)
+    assert "  gfx942 a 0: spill: 4 registers" in text
+    assert text.splitlines()[-1].startswith("triton 3.7.1: 3 compiles, 1 wrong")
+
+
+def test_markdown_shows_the_largest_launch_row():
+    assert audit.markdown(ROWS).splitlines() == [
+        "| kernel | sm90 | gfx942 |",
+        "|---|---|---|",
+        "| `a` | 30/20/0 | **fails** |",
+        "| `b` | - | - |",
+    ]
+
+
+def test_json_round_trip():
+    assert [audit.Row.from_json(row) for row in json.loads(audit.to_json(ROWS))] == ROWS
