@@ -1,0 +1,286 @@
+"""Selection for rows that are each alone in their sequence: exact for every input, any context, any page length.
+
+A program scores tiles of blocks. Where a row has one tile (a short context, or a page of its own up to TILE blocks, found
+through the stored start of the page) that program ends the row. Else scores and the best key of every GROUP of 16 blocks go
+to memory and the row's last program (an atomic ticket, or a second launch) finds the 16 best groups and in them the 16 best
+blocks. The 16 best blocks always lie in the 16 groups whose best is best, so nothing can overflow and ties need no care.
+"""
+
+import triton
+import triton.language as tl
+
+from .primitives import (
+    COUNT,
+    EMPTY,
+    RANGE,
+    ROLE,
+    best_of,
+    final_score,
+    finish_selection,
+    gdc_launch_dependents,
+    pack_score,
+    read_int32,
+    read_int32s,
+    token_at,
+    unpack_index,
+    unpack_score,
+)
+from .store import angles_of, row_coordinates, store_row
+
+GROUP = tl.constexpr(16)
+
+
+@triton.jit
+def _holds(blk, ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks, stride_cb, stride_ct,
+           D: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, SIDE: tl.constexpr):  # fmt: skip
+    """Do blocks of page `wanted`'s run hold an image of it? Strictly between a block's smallest and largest page there is
+    only a page that lies wholly in that block; then role_hit says."""
+    if SIDE:
+        pages = tl.load(range_ptr + n * max_blocks + blk, mask=ok, other=0)
+    else:
+        pages = read_int32s(aux_ptr + token_at(table_ptr, blk * BS, ok, stride_cb, stride_ct, P) + D + RANGE, ok)
+    low, high = pages & 0xFFFF, (pages >> 16) & 0xFFFF
+    return ok & (low <= wanted) & (wanted <= high) & ((low == wanted) | (high == wanted) | role_hit)
+
+
+@triton.jit
+def _keys(blk, ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb, stride_ct,
+          D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, SIDE: tl.constexpr):  # fmt: skip
+    """Keys int64 [TILE] of blocks; EMPTY where not ok."""
+    half = tl.arange(0, HP)
+    both = ok[:, None] & (half < D // 2)[None, :]
+    if SIDE:
+        at = side_ptr + ((n * max_blocks + blk) * D)[:, None] + half[None, :]
+        k0 = tl.load(at, mask=both, other=0.0).to(tl.float32)
+        k1 = tl.load(at + D // 2, mask=both, other=0.0).to(tl.float32)
+    else:
+        token = blk * BS
+        at = token_at(table_ptr, token, ok, stride_cb, stride_ct, P)
+        at = (aux_ptr + at + (D + D // 2))[:, None] + half[None, :]
+        k0 = tl.load(at, mask=both, other=0.0).to(tl.float32)
+        if P == 1:
+            at2 = token_at(table_ptr, token + 1, ok, stride_cb, stride_ct, P)
+            at = (aux_ptr + at2 + (D + D // 2))[:, None] + half[None, :]
+        else:
+            at += stride_ct
+        k1 = tl.load(at, mask=both, other=0.0).to(tl.float32)
+    score = final_score(tl.sum(k0 * q0[None, :] + k1 * q1[None, :], 1), factor, D)
+    return tl.where(ok, pack_score(score, blk), EMPTY)
+
+
+@triton.jit
+def _finish(best, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK: tl.constexpr, WINDOW: tl.constexpr, BS: tl.constexpr):
+    w = tl.arange(0, 16)[None, :]
+    entries = tl.full((1,), 0, tl.int32) + tl.minimum(p // BS + 1, WINDOW)
+    ids, bias = finish_selection(best[None, :], entries, floor, inv_sigma, TOPK, WINDOW, 16)
+    tl.store(ids_ptr + n * TOPK + w, ids, mask=w < TOPK)
+    tl.store(bias_ptr + n * TOPK + w, bias, mask=w < TOPK)
+
+
+@triton.jit
+def _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor, inv_sigma, max_scores,
+           TILE: tl.constexpr, CHUNK: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+    """The 16 best groups, then the 16 best blocks in them."""
+    groups = tiles * (TILE // GROUP)
+    score_ptr += n * max_scores
+    group_ptr += n * (max_scores // GROUP)
+    i = tl.arange(0, CHUNK)
+    best = best_of(tl.load(group_ptr + i, mask=i < groups, other=EMPTY, cache_modifier=".cg"), CHUNK, 16)
+    for o in range(CHUNK, groups, CHUNK):
+        more = best_of(tl.load(group_ptr + o + i, mask=o + i < groups, other=EMPTY, cache_modifier=".cg"), CHUNK, 16)
+        best = best_of(tl.reshape(tl.join(best, more), (32,)), 32, 16)
+    at = (unpack_index(best) - first) // GROUP * GROUP
+    at = at[:, None] + tl.arange(0, GROUP)[None, :]  # [16, GROUP]
+    ok = (best > EMPTY)[:, None] & (at >= 0)
+    score = tl.load(score_ptr + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
+    keys = tl.where(score > float("-inf"), pack_score(score, first + at), EMPTY)
+    best = best_of(tl.reshape(keys, (16 * GROUP,)), 16 * GROUP, 16)
+    _finish(best, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)
+
+
+@triton.jit
+def select_row(
+    n, s, iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, side_ptr, range_ptr,
+    score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, max_blocks, max_scores,
+    scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch, stride_ct, stride_table, stride_pages,
+    H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+    PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr, ROTATE: tl.constexpr, SIDE: tl.constexpr,
+    LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr,
+):  # fmt: skip
+    """Split s of row n. ROTATE: iq is not rotated yet and the row may not be stored yet: its coordinates come from before."""
+    n = n.to(tl.int64)
+    p = tl.load(row_pos_ptr + n)
+    ok = p >= 0
+    aux_ptr = cache_ptr + H * stride_ch
+    table_ptr += n * stride_table
+    pages_ptr += n * stride_pages
+    remote = tl.maximum(p // BS - LOCAL + 1, 0)  # p = -1: none
+    if ROTATE:
+        tok, page, num_pages, query_page, extra = row_coordinates(
+            n, p, ok, aux_ptr, table_ptr, positions_ptr, pages_ptr, roles_ptr, num_rows, stride_cb, stride_ct,
+            D, P, POSITIONS, PAGE_TABLE if SIDE == 0 else False)  # fmt: skip
+    else:
+        state_ptr = aux_ptr + token_at(table_ptr, p, ok, stride_cb, stride_ct, P) + D + 2
+        num_pages, query_page = read_int32(state_ptr + 8, ok), read_int32(state_ptr + 12, ok)
+
+    # The run of blocks to score: all remote ones, or those of the row's page.
+    first = p * 0
+    count = remote
+    wanted = first
+    role_hit = first > 0
+    if (query_page >= 0) & (remote > 0):
+        g = query_page + 1
+        if PAGE_TABLE:
+            asked = (g <= num_pages) & (g * 2 < stride_pages)
+            begin = tl.load(pages_ptr + g * 2, mask=asked, other=0)
+            length = tl.load(pages_ptr + g * 2 + 1, mask=asked, other=0)
+        else:
+            asked = (g <= num_pages) & (g < p)
+            at = aux_ptr + token_at(table_ptr, g, asked, stride_cb, stride_ct, P) + D + COUNT
+            length, begin = read_int32(at, asked), read_int32(at + 4, asked)
+        low = begin // BS
+        high = tl.minimum((begin + length - 1) // BS, remote - 1)
+        if (length > 0) & (begin >= 0) & (low <= high):
+            if low == high:
+                i = tl.arange(0, BT)
+                token = low * BS + i
+                inside = (i < BS) & (token >= begin) & (token < begin + length)
+                at = token_at(table_ptr, token, inside, stride_cb, stride_ct, P)
+                role = tl.load(aux_ptr + at + D + ROLE, mask=inside, other=0.0)
+                role_hit = tl.max((role == 1.0).to(tl.int32), 0) > 0
+            o = low
+            found = low * 0
+            while (o <= high) & (found == 0):
+                blk = o + tl.arange(0, TILE)
+                hit = _holds(blk, blk <= high, g, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
+                             stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
+                found = tl.max(hit.to(tl.int32), 0)
+                o += TILE
+            if found > 0:
+                first = low
+                count = high - low + 1
+                wanted = g
+
+    tiles = (count + TILE - 1) // TILE
+    active = tl.maximum(tl.minimum(tiles, SPLIT), 1)
+    if s < active:
+        half = tl.arange(0, HP)
+        h_ok = half < D // 2
+        at = iq_ptr + n * stride_iqn + half
+        q0 = tl.load(at, mask=h_ok & ok, other=0.0).to(tl.float32)
+        q1 = tl.load(at + D // 2, mask=h_ok & ok, other=0.0).to(tl.float32)
+        if ROTATE:
+            cos, sin = angles_of(tok, page, turn_ptr, half, h_ok, D, PAGE_MOD)
+            r0, r1 = q0 * cos - q1 * sin, q1 * cos + q0 * sin
+            q0 = r0.to(iq_ptr.dtype.element_ty).to(tl.float32)
+            q1 = r1.to(iq_ptr.dtype.element_ty).to(tl.float32)
+        factor = scale * (D**-0.5)
+        i = tl.arange(0, TILE)
+        if tiles <= 1:
+            blk = first + i
+            b_ok = i < count
+            if wanted > 0:
+                b_ok = _holds(blk, b_ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
+                              stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
+            keys = _keys(blk, b_ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb, stride_ct,
+                         D, HP, P, BS, SIDE)  # fmt: skip
+            _finish(best_of(keys, TILE, 16), p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)
+            if TICKET == 0:
+                tl.store(ticket_ptr + n * 2, 0)
+        else:
+            for t in range(s, tiles, SPLIT):
+                blk = first + t * TILE + i
+                b_ok = blk < first + count
+                if wanted > 0:
+                    b_ok = _holds(blk, b_ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
+                                  stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
+                keys = _keys(blk, b_ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb, stride_ct,
+                             D, HP, P, BS, SIDE)  # fmt: skip
+                score = tl.where(b_ok, unpack_score(keys), float("-inf"))
+                tl.store(score_ptr + n * max_scores + t * TILE + i, score)
+                best = tl.max(tl.reshape(keys, (TILE // GROUP, GROUP)), 1)
+                to = group_ptr + (n * max_scores + t * TILE) // GROUP + tl.arange(0, TILE // GROUP)
+                tl.store(to, best)
+            if TICKET:
+                tl.debug_barrier()  # every thread's stores before the one thread's atomic
+                if tl.atomic_add(ticket_ptr + n, 1, sem="acq_rel", scope="gpu") == active - 1:
+                    tl.store(ticket_ptr + n, 0)
+                    _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor, inv_sigma, max_scores,
+                           TILE, CHUNK, TOPK, WINDOW, BS)  # fmt: skip
+            else:
+                if s == 0:
+                    tl.store(ticket_ptr + n * 2, tiles)
+                    tl.store(ticket_ptr + n * 2 + 1, first)
+
+
+@triton.jit
+def select_decode_kernel(
+    iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, side_ptr, range_ptr,
+    score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, max_blocks, max_scores,
+    scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch, stride_ct, stride_table, stride_pages,
+    H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+    PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr, SIDE: tl.constexpr,
+    LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr,
+):  # fmt: skip
+    """Grid SPLIT * N. Rows are stored and iq is rotated.
+
+    score   float32 [N, max_scores], group int64 [N, max_scores / GROUP]: scratch, max_scores a multiple of TILE
+    ticket  int32 [N], zero between launches; without TICKET int32 [N, 2] for select_merge_kernel: tiles (0: done), first
+    ids     int32 [N, TOPK], bias float32 [N, TOPK]
+    """
+    select_row(
+        tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT, iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr,
+        positions_ptr, table_ptr, pages_ptr, side_ptr, range_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr,
+        num_rows, max_blocks, max_scores, scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch, stride_ct,
+        stride_table, stride_pages, H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, False, SIDE, LOCAL, TOPK,
+        WINDOW, TILE, SPLIT, CHUNK, TICKET)  # fmt: skip
+
+
+@triton.jit
+def select_merge_kernel(
+    row_pos_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, max_scores, floor, inv_sigma,
+    BS: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid N: the end of select_decode_kernel for rows of several tiles, where a ticket is not allowed."""
+    n = tl.program_id(0).to(tl.int64)
+    tiles = tl.load(ticket_ptr + n * 2)
+    if tiles > 0:
+        _merge(tl.load(row_pos_ptr + n), n, tl.load(ticket_ptr + n * 2 + 1), tiles, score_ptr, group_ptr, ids_ptr,
+               bias_ptr, floor, inv_sigma, max_scores, TILE, CHUNK, TOPK, WINDOW, BS)  # fmt: skip
+
+
+@triton.jit
+def store_select_kernel(
+    q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr, index_ptr, cache_ptr, head_cls_ptr, turn_ptr,
+    row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr,
+    score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, max_scores, scale, floor, inv_sigma,
+    stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch, stride_ct, stride_table, stride_pages,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr,
+    BT: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr, HEAD_CLS: tl.constexpr,
+    LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (SPLIT + H + 1) * N: both stages at once, from trusted summaries.
+
+    Selection rotates its own query and reads nothing that this launch writes: a block completed now is not remote yet, and
+    coordinates and page starts come from earlier rows.
+    """
+    if PDL:
+        gdc_launch_dependents()
+    x = tl.program_id(0) % (SPLIT + H + 1)
+    n = tl.program_id(0) // (SPLIT + H + 1)
+    if x < SPLIT:
+        select_row(
+            n, x, iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, cache_ptr,
+            row_pos_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, 0, max_scores,
+            scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch, stride_ct, stride_table, stride_pages,
+            H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, True, False, LOCAL, TOPK, WINDOW, TILE, SPLIT, CHUNK,
+            TICKET)  # fmt: skip
+    else:
+        store_row(
+            n, x - SPLIT, q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr, index_ptr, cache_ptr, head_cls_ptr, turn_ptr,
+            row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, num_rows,
+            stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch, stride_ct, stride_table,
+            stride_pages, H, G, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, HEAD_CLS)  # fmt: skip
