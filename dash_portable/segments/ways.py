@@ -1,0 +1,343 @@
+"""The three ways to feed a library, each written once: one gathered segment, S + 1 gathered
+segments, in place.
+
+A backend row is a way and a library: `class Flash3OneSegment(OneSegment): library = Flash3`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from dash_portable.errors import BackendError
+from dash_portable.segments.call import (
+    Addressing,
+    Call,
+    Library,
+    counted,
+    fold_groups,
+    unfold_groups,
+    unfold_lse,
+)
+from dash_portable.segments.gather import (
+    Room,
+    gather_one_segment,
+    gather_segments,
+    one_segment_widths,
+    segment_starts,
+)
+from dash_portable.segments.merge import merge_segments, normalise_lse
+from dash_portable.segments.places import cache_pages, page_size, page_table
+from dash_portable.segments.rows import Spans, slot_count, spans
+
+if TYPE_CHECKING:
+    from dash_portable.step import Step
+
+SCRATCH_BYTES = (
+    1 << 29
+)  # of one pass; a prefill of many rows takes several passes through the same scratch
+
+
+class Way(ABC):
+    """A runner over passes of rows. Scratch and library plans are made here, once a step, for each
+    size of pass."""
+
+    library: ClassVar[type[Library]]
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.block, self.local, self.kept = step.config.block, step.config.local, step.config.topk
+        self.slots = slot_count(self.kept, block=self.block, local=self.local)
+        self.scale = 1.0 / math.sqrt(step.head_dim)
+        self.group = step.heads // step.kv_heads
+        self.folded = self.group > 1 and not self.library.takes_groups
+        most = max(SCRATCH_BYTES // self._row_bytes(), 1)
+        self.passes = [
+            (start, min(start + most, step.num_rows)) for start in range(0, step.num_rows, most)
+        ]
+        sizes = {stop - start for start, stop in self.passes}
+        self.rooms = {rows: self._plan(rows) for rows in sorted(sizes)}
+
+    def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
+        for start, stop in self.passes:
+            part = slice(start, stop)
+            where = spans(self.step.row_pos[part], ids[part], block=self.block, local=self.local)
+            self._attend(part, where, query[part], cache, bias[part], out[part])
+
+    @abstractmethod
+    def _row_bytes(self) -> int:
+        """Scratch of one row."""
+
+    @abstractmethod
+    def _plan(self, rows: int) -> Room:
+        """Scratch of a pass; the library is planned beside it."""
+
+    @abstractmethod
+    def _attend(
+        self, part: slice, where: Spans, query: Tensor, cache: Tensor, bias: Tensor, out: Tensor
+    ) -> None:
+        """Attend the rows of one pass into `out`."""
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.step.dtype, device=self.step.device)
+
+    def _counters(self, runs: int) -> Tensor:
+        return torch.ones(runs, dtype=torch.int32, device=self.step.device)
+
+
+class Called(Way):
+    """A way that plans one library call for each size of pass."""
+
+    def __init__(self, step: Step) -> None:
+        self.calls: dict[int, Call] = {}
+        self.planned: dict[int, Library] = {}
+        super().__init__(step)
+
+    def _plan(self, rows: int) -> Room:
+        self.calls[rows] = self._call(rows)
+        self.planned[rows] = self.library(self.calls[rows])
+        return self._room(rows)
+
+    @abstractmethod
+    def _call(self, rows: int) -> Call:
+        """The call of a pass."""
+
+    @abstractmethod
+    def _room(self, rows: int) -> Room:
+        """Scratch of a pass."""
+
+    def _runs(
+        self,
+        runs: int,
+        *,
+        width: int,
+        value_width: int,
+        starts_k: Tensor,
+        longest: int,
+        with_lse: bool,
+        length: Tensor | None = None,
+        table: Tensor | None = None,
+        page: int = 0,
+        window: int | None = None,
+    ) -> Call:
+        step = self.step
+        return Call(
+            runs=runs,
+            queries=self.group if self.folded else 1,
+            heads=step.kv_heads if self.folded else step.heads,
+            kv_heads=step.kv_heads,
+            width=width,
+            value_width=value_width,
+            starts_k=starts_k,
+            longest=longest,
+            with_lse=with_lse,
+            length=length,
+            table=table,
+            page=page,
+            window=window,
+            scale=self.scale,
+            dtype=step.dtype,
+            device=step.device,
+            graph=step.graph,
+            deterministic=step.deterministic,
+        )
+
+    def _ask(self, rows: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The library's out [B, Hq, .], and its lse in our terms, [Hq, B], when it was asked for
+        one."""
+        query, planned = self.rooms[rows].query, self.planned[rows]
+        if self.folded:
+            query = fold_groups(query, self.step.kv_heads)
+        out, lse = planned.attend(query, key, value)
+        if lse is not None:
+            lse = normalise_lse(lse, layout=planned.lse_layout, base=planned.lse_base)
+            lse = unfold_lse(lse, self.group) if self.folded else lse
+        return (unfold_groups(out, self.group) if self.folded else out), lse
+
+    def _ask_and_merge(
+        self, key: Tensor, value: Tensor, where: Spans, bias: Tensor, out: Tensor
+    ) -> None:
+        got, lse = self._ask(len(out), key, value)
+        if lse is None:
+            raise BackendError(f"{self.library.title}: found no log-sum-exp, needed one a segment")
+        merge_into(out, got, lse, where, bias)
+
+
+class OneSegment(Called):
+    """Gather each row's blocks and window into one run, priors in two extra key columns; needs
+    neither LSE nor bias."""
+
+    def _row_bytes(self) -> int:
+        widths = sum(one_segment_widths(self.library, self.step.head_dim))
+        return self.slots * self.step.kv_heads * widths * self.step.dtype.itemsize
+
+    def _call(self, rows: int) -> Call:
+        width, value_width = one_segment_widths(self.library, self.step.head_dim)
+        return self._runs(
+            rows,
+            width=width,
+            value_width=value_width,
+            starts_k=counted(rows, self.slots, self.step.device),
+            longest=self.slots,
+            with_lse=False,
+        )
+
+    def _room(self, rows: int) -> Room:
+        width, value_width = one_segment_widths(self.library, self.step.head_dim)
+        return Room(
+            query=self._zeros(rows, self.step.heads, width),
+            key=self._zeros(rows * self.slots, self.step.kv_heads, width),
+            value=self._zeros(rows * self.slots, self.step.kv_heads, value_width),
+        )
+
+    def _attend(
+        self, part: slice, where: Spans, query: Tensor, cache: Tensor, bias: Tensor, out: Tensor
+    ) -> None:
+        room = self.rooms[len(out)]
+        gather_one_segment(
+            query,
+            cache,
+            where,
+            bias,
+            self.step.row_seq[part],
+            self.step.block_table,
+            block=self.block,
+            local=self.local,
+            into=room,
+        )
+        got, _ = self._ask(len(out), room.key, room.value)
+        out.copy_(got[..., : out.shape[-1]])
+
+
+class Segments(Called):
+    """Gather S + 1 runs a row, let the library attend each, merge by LSE and prior."""
+
+    def _width(self) -> int:
+        return self.library.width_for(self.step.head_dim)
+
+    def _row_bytes(self) -> int:
+        lines = self.slots * self.step.kv_heads + (self.kept + 1) * self.step.heads
+        return 2 * lines * self._width() * self.step.dtype.itemsize
+
+    def _call(self, rows: int) -> Call:
+        runs, device = rows * (self.kept + 1), self.step.device
+        row = torch.arange(rows, dtype=torch.int32, device=device)[:, None] * self.slots
+        first = row + torch.arange(self.kept + 1, dtype=torch.int32, device=device) * self.block
+        end = torch.full((1,), rows * self.slots, dtype=torch.int32, device=device)
+        addressing, table = self.library.addressing, None
+        if addressing is Addressing.PAGED:
+            step = torch.arange(self.local // self.block, dtype=torch.int32, device=device)
+            pages = first.flatten()[:, None] // self.block + step
+            table = pages.clamp(max=rows * self.slots // self.block - 1)
+        return self._runs(
+            runs,
+            width=self._width(),
+            value_width=self._width(),
+            starts_k=torch.cat((first.flatten(), end)),
+            length=None if addressing is Addressing.CLOSED else self._counters(runs),
+            table=table,
+            page=0 if table is None else self.block,
+            longest=max(self.block, self.local),
+            with_lse=True,
+        )
+
+    def _room(self, rows: int) -> Room:
+        keys = (rows * self.slots + 1, self.step.kv_heads, self._width())
+        return Room(
+            query=self._zeros(rows * (self.kept + 1), self.step.heads, self._width()),
+            key=self._zeros(*keys),
+            value=self._zeros(*keys),
+        )
+
+    def _attend(
+        self, part: slice, where: Spans, query: Tensor, cache: Tensor, bias: Tensor, out: Tensor
+    ) -> None:
+        rows, keys = len(out), len(out) * self.slots
+        room, call = self.rooms[rows], self.calls[rows]
+        if call.length is None:
+            call.starts_k.copy_(segment_starts(where.length))
+        else:
+            call.length.copy_(where.length.flatten().clamp(min=1))
+        gather_segments(
+            query,
+            cache,
+            where,
+            self.step.row_seq[part],
+            self.step.block_table,
+            block=self.block,
+            local=self.local,
+            starts=call.starts_k if call.length is None else None,
+            into=room,
+        )
+        key, value = room.key[:keys], room.value[:keys]
+        if call.table is not None:
+            key = key.view(-1, call.page, *key.shape[1:])
+            value = value.view(-1, call.page, *value.shape[1:])
+        self._ask_and_merge(key, value, where, bias, out)
+
+
+class InPlace(Called):
+    """Point the library at the cache: a page table line for each of S + 1 runs; its left window
+    cuts the local one.
+
+    Only for libraries that clear values past a run's length: the last page of a window holds
+    whatever the cache holds.
+    """
+
+    def _row_bytes(self) -> int:
+        return (self.kept + 1) * self.step.heads * self.step.head_dim * self.step.dtype.itemsize * 2
+
+    def _call(self, rows: int) -> Call:
+        step, runs = self.step, rows * (self.kept + 1)
+        size = page_size(step.block_size, self.block)
+        table = torch.zeros(runs, self.local // size + 1, dtype=torch.int32, device=step.device)
+        return self._runs(
+            runs,
+            width=step.head_dim,
+            value_width=step.head_dim,
+            starts_k=counted(runs, 1, step.device),
+            length=self._counters(runs),
+            table=table,
+            page=size,
+            longest=self.local + size,
+            window=self.local - 1,
+            with_lse=True,
+        )
+
+    def _room(self, rows: int) -> Room:
+        query = self._zeros(rows * (self.kept + 1), self.step.heads, self.step.head_dim)
+        return Room(query=query, key=query, value=query)
+
+    def _attend(
+        self, part: slice, where: Spans, query: Tensor, cache: Tensor, bias: Tensor, out: Tensor
+    ) -> None:
+        rows = len(out)
+        call, wide = self.calls[rows], self.rooms[rows].query
+        assert call.table is not None
+        assert call.length is not None
+        pages = cache_pages(cache, size=call.page)
+        table = page_table(
+            where,
+            self.step.row_seq[part],
+            self.step.block_table,
+            size=call.page,
+            per_block=pages.per_block,
+            block_size=self.step.block_size,
+            local=self.local,
+        )
+        call.table.copy_(table.pages)
+        call.length.copy_(table.length)
+        wide.view(rows, self.kept + 1, *query.shape[1:]).copy_(query[:, None])
+        self._ask_and_merge(pages.key, pages.value, where, bias, out)
+
+
+def merge_into(out: Tensor, got: Tensor, lse: Tensor, where: Spans, bias: Tensor) -> None:
+    """Merge got [N * (S + 1), Hq, .] and natural lse [Hq, N * (S + 1)] into out [N, Hq, D]."""
+    rows, segments = where.length.shape
+    parts = got.reshape(rows, segments, *got.shape[1:])[..., : out.shape[-1]]
+    mass = lse.reshape(-1, rows, segments).permute(1, 2, 0)
+    out.copy_(merge_segments(parts, mass, bias, where.length))
