@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dash_portable.dispatch import Choice
+    from dash_portable.choice import Choice
 
 
 class DashError(Exception):

@@ -22,7 +22,7 @@ class Request:
     block                tokens of a sparse block
     block_size           tokens of a cache block (P)
     in_place             the cache may not be gathered first
-    lse                  the rows' log-mass is wanted beside the output
+    lse                  segments attended apart, each with its log-mass
     graph                the step will be captured in a graph
     deterministic        same inputs, same bits
 

@@ -7,16 +7,16 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
-from dash_portable.errors import BackendError
 from dash_portable.platform.facts import Platform, Vendor
 from dash_portable.request import FEATURES, PHASES, Request
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dash_portable.step import DashStep
+    from dash_portable.step import Step
 
 
 class Code(str, Enum):
@@ -111,12 +111,10 @@ class Measured:
 class Runner(Protocol):
     """What an adapter module gives: made once per step, run once per layer."""
 
-    def __init__(self, step: DashStep) -> None:
+    def __init__(self, step: Step) -> None:
         """Plan the step and allocate scratch; BackendError when the library refuses."""
 
-    def run(
-        self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
-    ) -> None:
+    def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         """Attend one layer into `out`; no checks, no host sync.
 
         query [N, Hq, D] rotated     cache [NB, H + 1, P, 2 D], any strides, last 1
@@ -163,24 +161,14 @@ class Backend:
 
     def load(self) -> type[Runner]:
         """The Runner class; the adapter's module is imported here and nowhere else."""
-        runner: type[Runner] = attribute(self.entry)
+        module, _, name = self.entry.partition(":")
+        runner: type[Runner] = getattr(importlib.import_module(module), name)
         return runner
 
     def figure(self, arch: str, phase: str) -> Measured | None:
         """Our fastest figure on an architecture, or None."""
         rows = [row for row in self.measured if (row.arch, row.phase) == (arch, phase)]
         return min(rows, key=lambda row: row.figure, default=None)
-
-
-def attribute(path: str) -> type[Runner]:
-    """What "module:attribute" names; BackendError when the module lacks it."""
-    module_name, _, name = path.partition(":")
-    module = importlib.import_module(module_name)
-    if not hasattr(module, name):
-        place = getattr(module, "__file__", None) or "a namespace package"
-        raise BackendError(f"{module_name} has no {name} (imported from {place})")
-    found: type[Runner] = getattr(module, name)
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,12 +195,12 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was found out about backends on one platform, by name; absent is not yet known.
+    """What was found out about backends on one platform, by entry; absent is not yet known.
 
     imports     "" when the library can be imported and has what we need, else its own words
     self_tests  "" when it passed here, else what was wrong
     plans       why it refused to plan this request
-    recorded    this machine's own figures; they win over ours
+    recorded    this machine's own figures, by name; they win over ours
     """
 
     imports: Mapping[str, str] = field(default_factory=dict)
@@ -235,7 +223,7 @@ def _listed(offers: frozenset[str] | frozenset[int] | frozenset[Vendor]) -> str:
     """A set in words; long runs of numbers as `8..256 step 8`."""
     values = sorted(offers)
     numbers = [value for value in values if isinstance(value, int)]
-    steps = {after - before for before, after in zip(numbers, numbers[1:], strict=False)}
+    steps = {after - before for before, after in pairwise(numbers)}
     if len(numbers) > 6 and len(steps) == 1:
         return f"{numbers[0]}..{numbers[-1]} step {steps.pop()}"
     return " ".join(str(value) for value in values) or "none"
@@ -302,9 +290,9 @@ def _install(backend: Backend, platform: Platform, facts: Facts) -> tuple[Reject
         (Code.SELF_TEST, facts.self_tests),
         (Code.PLAN, facts.plans),
     ):
-        if known.get(backend.name):
+        if known.get(backend.entry):
             asked = f"{provided} to pass" if code is Code.SELF_TEST else f"{provided} to work"
-            found.append(Rejection(code=code, asked=asked, offers=known[backend.name]))
+            found.append(Rejection(code=code, asked=asked, offers=known[backend.entry]))
     return tuple(found)
 
 

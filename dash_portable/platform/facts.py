@@ -74,7 +74,34 @@ ARCHS = (
     ),
 )
 
-_BY_TOKEN = {arch.token: arch for arch in ARCHS}
+KNOWN = {arch.token: arch for arch in ARCHS}
+
+# Names under which distributions of Triton are installed; all provide the same module.
+TRITONS = (
+    "triton",
+    "pytorch-triton",
+    "pytorch-triton-rocm",
+    "pytorch-triton-xpu",
+    "triton-rocm",
+    "triton-xpu",
+    "triton-windows",
+)
+
+# What `installed` looks up: distributions, not import names, because the registry's `aiter`
+# is not AMD's and `flashinfer` is the module of two vendors' packages.
+DISTRIBUTIONS = (
+    "torch",
+    *TRITONS,
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "vllm",
+    "flashinfer-python",
+    "amd-flashinfer",
+    "amd-aiter",
+    "vllm-xpu-kernels",
+    "intel-extension-for-pytorch",
+)
 
 
 def tokens(*families: str) -> frozenset[str]:
@@ -98,8 +125,8 @@ def parse_arch(text: str) -> str:
 
 def vendor_of(token: str) -> Vendor | None:
     """The vendor of a token, known or of a known form; None when it could be anyone's."""
-    if token in _BY_TOKEN:
-        return _BY_TOKEN[token].vendor
+    if token in KNOWN:
+        return KNOWN[token].vendor
     if re.fullmatch(r"sm\d{2,3}", token):
         return Vendor.NVIDIA
     return Vendor.AMD if re.fullmatch(r"gfx[0-9a-f]{3,4}", token) else None
@@ -129,13 +156,13 @@ class Platform:
     @property
     def family(self) -> str:
         """The architecture's family, or "unknown"."""
-        known = _BY_TOKEN.get(self.arch)
+        known = KNOWN.get(self.arch)
         return known.family if known else "unknown"
 
     @property
     def known(self) -> bool:
         """Whether our table has this architecture."""
-        return self.vendor is Vendor.CPU or self.arch in _BY_TOKEN
+        return self.vendor is Vendor.CPU or self.arch in KNOWN
 
     def version(self, distribution: str) -> str | None:
         """The installed version of a distribution, or None."""
@@ -168,9 +195,9 @@ def pretended(name: str, packages: tuple[tuple[str, str], ...] = ()) -> Platform
     token = parse_arch(name)
     vendor = Vendor.CPU if token == "cpu" else vendor_of(token)
     if vendor is None:
-        raise unknown_word("platform", name, [*_BY_TOKEN, "cpu"])
+        raise unknown_word("platform", name, [*KNOWN, "cpu"])
     device_type = {Vendor.CPU: "cpu", Vendor.INTEL: "xpu"}.get(vendor, "cuda")
-    known = _BY_TOKEN.get(token)
+    known = KNOWN.get(token)
     return Platform(
         vendor=vendor,
         device_type=device_type,

@@ -1,0 +1,98 @@
+"""Reports on choices for people: `explain`, on this machine or on one that is only named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from dash_portable import env
+from dash_portable.choice import Choice
+from dash_portable.dispatch import platform_for, policy_of, settle, table
+from dash_portable.platform.detect import installed
+from dash_portable.platform.facts import Platform, pretended
+from dash_portable.request import PHASES, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Choices for several requests, as text or JSON."""
+
+    choices: tuple[Choice, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(
+            str(one) if one.backend and one.layer else one.refusal() for one in self.choices
+        )
+
+    def to_json(self) -> str:
+        return json.dumps([one.to_dict() for one in self.choices], indent=2)
+
+
+def typical_requests(dtype: str = "bfloat16") -> tuple[Request, ...]:
+    """A request per phase with the shapes of the model: heads of 128, blocks of 32."""
+    return tuple(
+        Request(
+            phase=phase,
+            dtype=dtype,
+            cache_dtype=dtype,
+            head_dim=128,
+            group_size=1,
+            block=32,
+            block_size=32,
+        )
+        for phase in PHASES
+    )
+
+
+def pretended_here(name: str) -> Platform:
+    """A named platform with what is installed here; torch and Triton are taken to be there."""
+    packages = {"torch": "", "triton": "", **dict(installed())}
+    platform = pretended(name, tuple(packages.items()))
+    note = "pretended: torch and triton are taken to be there, other packages as installed here"
+    return replace(platform, notes=(note,))
+
+
+def explain(
+    request: Request | None = None,
+    platform: Platform | str | None = None,
+    *,
+    backend: str | None = None,
+    disable: Iterable[str] | None = None,
+    fa_version: int | None = None,
+) -> Explanation:
+    """Which backend would attend and why not the others; never raises because none can.
+
+    request    None: one typical request per phase
+    platform   a platform, an architecture's name to pretend (`gfx942`), or None: what
+               DASH_PORTABLE_PLATFORM pretends, else this process's own
+
+    The other arguments are those of `choice_for`. `str()` gives tables, `.to_json()` the data.
+    Raises ArgumentError for unknown names.
+    """
+    settings, backends = env.read(), table()
+    if platform is None:
+        platform = settings.platform or platform_for(None, backends)
+    if isinstance(platform, str):
+        platform = pretended_here(platform)
+    asked = typical_requests() if request is None else (request,)
+    if settings.deterministic:
+        asked = tuple(replace(one, deterministic=True) for one in asked)
+    return Explanation(
+        choices=tuple(
+            settle(
+                one,
+                platform,
+                policy_of(
+                    one.phase,
+                    settings,
+                    backends,
+                    backend=backend,
+                    disable=disable,
+                    fa_version=fa_version,
+                ),
+                backends,
+            )
+            for one in asked
+        )
+    )

@@ -1,0 +1,264 @@
+"""The only questions to devices: one probe per vendor, asked when needed and remembered."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform as python_platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+from dash_portable import env
+from dash_portable.errors import found_needed
+from dash_portable.platform.facts import DISTRIBUTIONS, KNOWN, Platform, Vendor, parse_arch
+from dash_portable.platform.quiet import Seen, intel_arch, look, uniform_arch
+
+# torch's word for a vendor's devices. AMD answers to "cuda" too: only the build tells them apart.
+_DEVICE_TYPES = {Vendor.NVIDIA: "cuda", Vendor.AMD: "cuda", Vendor.INTEL: "xpu"}
+
+_HIDERS = {
+    Vendor.NVIDIA: ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"),
+    Vendor.AMD: ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    Vendor.INTEL: ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR", "SYCL_DEVICE_FILTER"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one vendor's probe saw: how many devices torch can use, and why when it is none."""
+
+    vendor: Vendor
+    count: int = 0
+    text: str = ""
+
+
+_BUILDS = {Vendor.NVIDIA: "cuda", Vendor.AMD: "hip", Vendor.INTEL: "xpu"}
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _counted(torch: Any, vendor: Vendor) -> Finding:
+    """Ask torch's build, then its device count, which starts no runtime if it can help it."""
+    build = _BUILDS[vendor]
+    version = getattr(torch.version, build, None)
+    if version is None and vendor is not Vendor.INTEL:
+        return Finding(vendor=vendor, text=f"torch {torch.__version__} is built without {build}")
+    try:
+        count = int(getattr(torch, _DEVICE_TYPES[vendor]).device_count())
+    except Exception as error:  # a probe of somebody else's: whatever it raises is its answer
+        return Finding(vendor=vendor, text=_why(error))
+    if count:
+        return Finding(vendor=vendor, count=count)
+    missing = f"torch {torch.__version__} is built without {build}"
+    text = f"torch {torch.__version__} sees no device" if version is not None else missing
+    return Finding(vendor=vendor, text=text)
+
+
+def _arch_of(vendor: Vendor, properties: Any) -> str:
+    if vendor is Vendor.NVIDIA:
+        return f"sm{properties.major}{properties.minor}"
+    if vendor is Vendor.AMD:
+        return parse_arch(properties.gcnArchName)
+    return intel_arch(int(properties.architecture))
+
+
+def _described(torch: Any, vendor: Vendor, index: int, seen: tuple[Seen, ...]) -> tuple[str, str]:
+    """(arch, name) of a device. The runtime is only started when nothing quieter can tell."""
+    room = getattr(torch, _DEVICE_TYPES[vendor])
+    if not room.is_initialized():
+        arch = uniform_arch(seen, vendor)
+        if arch:
+            names = {gpu.name for gpu in seen if gpu.vendor is vendor}
+            return arch, names.pop() if len(names) == 1 else ""
+    properties = room.get_device_properties(index)
+    return _arch_of(vendor, properties), str(properties.name)
+
+
+def _preferred(torch: Any, findings: tuple[Finding, ...]) -> Vendor:
+    """The vendor of torch's current accelerator; the only usable one when torch does not say."""
+    usable = [finding.vendor for finding in findings if finding.count]
+    if len(usable) > 1:
+        try:
+            current = torch.accelerator.current_accelerator()
+        except Exception:  # older or broken builds: our order decides, and the notes name the rest
+            current = None
+        for vendor in usable:
+            if current is not None and current.type == _DEVICE_TYPES[vendor]:
+                return vendor
+    return usable[0] if usable else Vendor.CPU
+
+
+def _notes(
+    vendor: Vendor, findings: tuple[Finding, ...], seen: tuple[Seen, ...], hidden: Mapping[str, str]
+) -> tuple[str, ...]:
+    notes = list[str]()
+    for finding in findings:
+        other = finding.vendor
+        here = [gpu for gpu in seen if gpu.vendor is other]
+        if other is vendor or not (here or finding.count):
+            continue
+        names = ", ".join(dict.fromkeys(gpu.name or gpu.arch for gpu in here))
+        reason = finding.text or "another accelerator is torch's current one"
+        notes.append(f"{other} is here too ({names or finding.count}), not used: {reason}")
+    for finding in findings:
+        hiders = [f"{name}={hidden[name]}" for name in _HIDERS[finding.vendor] if name in hidden]
+        if hiders and not finding.count and "built without" not in finding.text:
+            notes.append(f"{finding.vendor} devices may be hidden by {' '.join(hiders)}")
+    if {"ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"} <= set(hidden):
+        notes.append(
+            "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are both set: one filters the other"
+        )
+    return tuple(notes)
+
+
+def probe(torch: Any) -> tuple[Finding, ...]:
+    """One finding per vendor; a probe that fails is a finding, never an exception."""
+    return tuple(_counted(torch, vendor) for vendor in _DEVICE_TYPES)
+
+
+def platform_of(
+    torch: Any,
+    device: tuple[str, int] | None = None,
+    *,
+    seen: tuple[Seen, ...] = (),
+    packages: tuple[tuple[str, str], ...] = (),
+    hidden: Mapping[str, str] | None = None,
+) -> Platform:
+    """The platform of a device (torch's word, index), or of torch's current accelerator.
+
+    Everything it asks comes in as an argument: a torch module, the GPUs seen quietly, installed
+    packages, and the set visible-device variables. Raises ArgumentError for a device that torch
+    does not have.
+    """
+    findings = probe(torch)
+    vendor = _preferred(torch, findings)
+    failed = list[str]()
+    if device is not None and device[0] != _DEVICE_TYPES.get(vendor, "cpu"):
+        named = [found.vendor for found in findings if found.count]
+        wanted = [one for one in named if _DEVICE_TYPES[one] == device[0]]
+        if device[0] != "cpu" and not wanted:
+            have = " ".join(["cpu", *(_DEVICE_TYPES[one] for one in named)])
+            raise found_needed("device", f"{device[0]}:{device[1]}", f"one that torch has: {have}")
+        vendor = wanted[0] if wanted else Vendor.CPU
+    arch, name, runtime = python_platform.machine().lower(), "", ""
+    if vendor is not Vendor.CPU:
+        try:
+            arch, name = _described(torch, vendor, device[1] if device else 0, seen)
+            version = getattr(torch.version, _BUILDS[vendor], None)
+            runtime = f"{_BUILDS[vendor].upper()} {version or ''}".rstrip()
+        except Exception as error:
+            if device is not None:
+                raise
+            failed.append(f"{vendor} not available: {_why(error)}")
+            vendor = Vendor.CPU
+    newer = f"{arch} is newer than our table of architectures: settings are conservative"
+    known = vendor is Vendor.CPU or arch in KNOWN
+    return Platform(
+        vendor=vendor,
+        device_type=_DEVICE_TYPES.get(vendor, "cpu"),
+        arch=arch,
+        device_name=name,
+        runtime=runtime,
+        packages=packages,
+        notes=(
+            *failed,
+            *_notes(vendor, findings, seen, hidden or {}),
+            *(() if known else (newer,)),
+        ),
+    )
+
+
+def _without_torch(error: str, packages: tuple[tuple[str, str], ...]) -> Platform:
+    return Platform(
+        vendor=Vendor.CPU,
+        device_type="cpu",
+        arch=python_platform.machine().lower(),
+        packages=packages,
+        notes=(f"torch cannot be imported: {error}",),
+    )
+
+
+@lru_cache(maxsize=8)
+def _installed(names: tuple[str, ...], path: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    found = list[tuple[str, str]]()
+    for name in names:
+        for distribution in importlib.metadata.distributions(name=name, path=list(path)):
+            found.append((name, distribution.version))
+            break
+    return tuple(found)
+
+
+def installed(names: tuple[str, ...] = DISTRIBUTIONS) -> tuple[tuple[str, str], ...]:
+    """(distribution, version) of those that are installed, from their metadata; imports nothing."""
+    return _installed(names, tuple(sys.path))
+
+
+@lru_cache(maxsize=1)
+def _seen() -> tuple[Seen, ...]:
+    return look()
+
+
+@lru_cache(maxsize=64)
+def _platform(
+    device: tuple[str, int] | None,
+    packages: tuple[tuple[str, str], ...],
+    hidden: tuple[tuple[str, str], ...],
+) -> Platform:
+    try:
+        import torch
+    except Exception as error:  # a broken build can raise anything, and is reported, not hidden
+        return _without_torch(_why(error), packages)
+    return platform_of(torch, device, seen=_seen(), packages=packages, hidden=dict(hidden))
+
+
+def _named(device: Any) -> tuple[str, int] | None:
+    """A torch.device, "cuda:1" or "cpu" as (type, index); None stays None."""
+    if device is None:
+        return None
+    kind, _, number = str(device).partition(":")
+    if number and not number.isdigit():
+        raise found_needed("device", repr(str(device)), "a torch device")
+    return kind, int(number or 0)
+
+
+def current_platform(device: Any = None) -> Platform:
+    """The platform of a device, or of torch's current accelerator; a CPU where there is none.
+
+    device   a torch.device, its text, or None
+
+    A device without an index is the current one once the GPU runtime runs, else the first.
+    Remembered per device. Raises ArgumentError for a device that torch does not have.
+    """
+    named = _named(device)
+    torch = sys.modules.get("torch")
+    if torch is not None and (named is None or (named[0] != "cpu" and ":" not in str(device))):
+        named = _current(torch, named)
+    return _platform(named, installed(), tuple(env.visible_devices().items()))
+
+
+def _current(torch: Any, named: tuple[str, int] | None) -> tuple[str, int] | None:
+    """The device that torch would use now, if its runtime runs already; else what was named."""
+    for kind in ("cuda", "xpu"):
+        room = getattr(torch, kind, None)
+        if room is not None and room.is_initialized() and (named is None or named[0] == kind):
+            return kind, int(room.current_device())
+    return named
+
+
+def report(device: Any = None) -> dict[str, object]:
+    """The machine's facts for `doctor`, ready for JSON: platform, probes, GPUs seen, variables."""
+    current = current_platform(device)
+    torch = sys.modules.get("torch")
+    return {
+        "python": python_platform.python_version(),
+        "system": f"{python_platform.system()} {python_platform.machine()}",
+        "platform": current.to_dict(),
+        "probes": [asdict(finding) for finding in probe(torch)] if torch else [],
+        "seen": [asdict(gpu) for gpu in _seen()],
+        "visible_devices": env.visible_devices(),
+        "ignored_variables": env.foreign(),
+    }
