@@ -1,7 +1,7 @@
 """DASH block-sparse attention on NVIDIA, AMD and Intel GPUs and on a CPU.
 
-Names are imported when they are first used: `import dash_portable` loads neither torch nor Triton nor a
-vendor's library, and touches no device.
+Names are imported when they are first used: `import dash_portable` loads neither torch nor Triton
+nor a vendor's library, and touches no device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HOMES = {
     "rebuild_summaries": "attention",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - one list, not two that can differ
+__all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
     __version__: str

@@ -1,7 +1,9 @@
-"""The cache layout: where token t of a sequence lies, and which element of the auxiliary head holds what.
+"""The cache layout: where token t of a sequence lies, and which element of the auxiliary head
+holds what.
 
-`cache [num_blocks, H + 1, block_size, 2 D]`. Heads 0..H-1 hold the rotated key in `[:D]` and the value
-in `[D:]`. The last head is the auxiliary one: the rotated index key in `[:D]` and, behind it, numbers
+`cache [num_blocks, H + 1, block_size, 2 D]`. Heads 0..H-1 hold the rotated key in `[:D]` and the
+value in `[D:]`. The last head is the auxiliary one: the rotated index key in `[:D]` and, behind it,
+numbers
 as bytes, one byte (0..255, exact in float16 and bfloat16) an element, little endian. A server that
 already keeps such a cache can hand it over as it is.
 """
@@ -54,9 +56,7 @@ class CacheShape:
                 "(8-bit numbers cannot hold all 256 byte values of the token state)"
             )
         if cache.dtype not in DTYPES:
-            raise ArgumentError(
-                f"cache: found {cache.dtype}, needed float16, bfloat16 or float32"
-            )
+            raise ArgumentError(f"cache: found {cache.dtype}, needed float16, bfloat16 or float32")
         blocks, heads, block_size, width = cache.shape
         if width != 2 * config.index_dim:
             raise ArgumentError(
@@ -131,7 +131,9 @@ def from_bytes(elements: Tensor) -> Tensor:
     return whole - ((whole >> 31) << 32) if width == 4 else whole
 
 
-def places(block_table: Tensor, rows: Tensor, tokens: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def places(
+    block_table: Tensor, rows: Tensor, tokens: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
     """Cache block and offset of token `tokens[i]` of sequence `rows[i]`, int64, in their shape."""
     blocks = block_table[rows.long(), tokens.long() // block_size].long()
     return blocks, tokens.long() % block_size
@@ -143,5 +145,7 @@ def auxiliary(cache: Tensor) -> Tensor:
 
 
 def summary_at(head_dim: int) -> int:
-    """First element of half a summary; rows t and t + 1 of a block that begins at t hold one half each."""
+    """First element of half a summary; rows t and t + 1 of a block that begins at t hold one half
+    each.
+    """
     return head_dim + head_dim // 2

@@ -35,7 +35,9 @@ _REQUIRED = (
     *_FIXED,
 )
 BLOCKS = (8, 16, 32, 64, 128)
-MAX_WINDOW = 16  # entmax window of the model's own inference code; kernels hold it in one register row
+MAX_WINDOW = (
+    16  # entmax window of the model's own inference code; kernels hold it in one register row
+)
 
 
 def _wrong(key: str, found: object, needed: str) -> ConfigError:
@@ -85,11 +87,15 @@ def _check_keys(config: Mapping[str, Any]) -> None:
         if key not in config:
             near = difflib.get_close_matches(key, [str(k) for k in config], n=1, cutoff=0.85)
             hint = f" (found {near[0]!r}; is it meant?)" if near else ""
-            raise ConfigError(f"sparse_attention_config[{key!r}]: found nothing, needed a value{hint}")
+            raise ConfigError(
+                f"sparse_attention_config[{key!r}]: found nothing, needed a value{hint}"
+            )
     for key in config:
         if key in _REQUIRED or key in _DEFAULTS:
             continue
-        near = difflib.get_close_matches(str(key), [k for k in _DEFAULTS if k not in config], 1, 0.85)
+        near = difflib.get_close_matches(
+            str(key), [k for k in _DEFAULTS if k not in config], 1, 0.85
+        )
         if near:
             raise ConfigError(
                 f"sparse_attention_config[{key!r}]: found an unknown key, needed {near[0]!r}"
@@ -163,7 +169,9 @@ nothing, needed a value
         floor = _per_layer(config, "dash_floor_per_layer", num_layers or len(scale))
         for i, value in enumerate(floor):
             if value <= 0:
-                raise _wrong(f"dash_floor_per_layer[{i}]", value, "a number above 0 (its log is taken)")
+                raise _wrong(
+                    f"dash_floor_per_layer[{i}]", value, "a number above 0 (its log is taken)"
+                )
         return cls(
             block=_integer(config, "sparse_block_size", blocks, lambda n: n in BLOCKS),
             local_blocks=_integer(

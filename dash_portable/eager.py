@@ -1,7 +1,7 @@
 """The shared layer in plain torch: store and select on a paged cache, on any device.
 
-It runs where there is no Triton, and beside Triton it is what the kernels are compared with. The rule's
-arithmetic is `reference.py`'s; here is only where its inputs lie.
+It runs where there is no Triton, and beside Triton it is what the kernels are compared with. The
+rule's arithmetic is `reference.py`'s; here is only where its inputs lie.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SCORES = 1 << 25  # scores of one chunk of rows, in elements
 def exact_dtype(device: torch.device) -> torch.dtype:
     """What scores and summaries are summed in, before they are rounded to float32.
 
-    A matrix product's order of summation depends on its shape, and a row's selection must not depend
-    on what else is in the batch. In float64 the order leaves no trace in the rounded result.
+    A matrix product's order of summation depends on its shape, and a row's selection must not
+    depend on what else is in the batch. In float64 the order leaves no trace in the rounded result.
     """
     return torch.float32 if device.type in ("xpu", "mps") else torch.float64
 
@@ -61,7 +61,9 @@ class EagerLayer:
         cache: Tensor,
         head_cls: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Write the rows' tokens and give the rotated `query [N, Hq, D]` and `index_query [N, D]`."""
+        """Write the rows' tokens and give the rotated `query [N, Hq, D]` and `index_query [N,
+        D]`.
+        """
         step, live = self.step, self._live
         view = CacheView(cache, step)
         view.write_pages(live)  # first: a decoded marker of this very step may read them
@@ -77,6 +79,22 @@ class EagerLayer:
         view.write_rows(live, rotated(k), v[live], rotated(ik), self.coordinates[live])
         view.close_blocks(live, head_cls)
         return query, index_query
+
+    def refresh(self) -> None:
+        self._live = (self.step.row_pos >= 0).nonzero().flatten()
+
+    def rebuild(self, cache: Tensor, head_cls: Tensor) -> None:
+        """Summaries, page ranges and page starts of whole sequences, from what any owner stores."""
+        step, size = self.step, self.step.config.block
+        view = CacheView(cache, step)
+        for seq, length in enumerate(step.seq_lens.tolist()):
+            if not length:
+                continue
+            first = torch.arange(length // size, device=cache.device) * size
+            seqs = torch.full_like(first, seq)
+            if len(first):
+                view.write_index(seqs, first, head_cls)
+            view.write_starts(seq, length)
 
     def select(
         self, index_query: Tensor, cache: Tensor, head_cls: Tensor, scale: float, floor: float
@@ -119,8 +137,8 @@ class BlockIndex:
 
     summaries   [B, D]
     pages       [B, 2]       smallest and largest `image_page + 1` in each, 0 for none
-    tokens      [B, block]   `image_page + 1` of each token, 0 for none; only looked at for blocks with a
-                             page strictly between the two
+    tokens      [B, block]   `image_page + 1` of each token, 0 for none; only looked at for blocks
+                             with a page strictly between the two
     """
 
     def __init__(self, summaries: Tensor, pages: Tensor, tokens: Tensor) -> None:
@@ -129,7 +147,9 @@ class BlockIndex:
         self._tokens = tokens
 
     def holds(self, wanted: Tensor) -> Tensor:
-        """Does block b hold an image token with `image_page + 1 == wanted[n]`? `[N]` to `[N, B]`; never for 0."""
+        """Does block b hold an image token with `image_page + 1 == wanted[n]`? `[N]` to `[N, B]`;
+        never for 0.
+        """
         low, high = self.pages[:, 0], self.pages[:, 1]
         page = wanted[:, None]
         inside = (low <= page) & (page <= high) & (page > 0)
@@ -215,6 +235,18 @@ class CacheView:
         begin = self.dim + layout.COUNT
         self.aux[block, offset, begin : begin + 8] = both.to(self.cache.dtype)
 
+    def write_starts(self, seq: int, length: int) -> None:
+        """First tokens of all pages of one sequence, from its counts."""
+        last = torch.tensor([length - 1], device=self.cache.device)
+        pages = min(int(self.states(torch.full_like(last, seq), last)[0, 2]), length - 1)
+        rows = torch.arange(pages + 1, device=self.cache.device)
+        seqs = torch.full_like(rows, seq)
+        count = self.counts(seqs, rows)
+        block, offset = self._at(seqs, rows)
+        at = self.dim + layout.START
+        start = layout.to_bytes(count.cumsum(0) - count, 4)
+        self.aux[block, offset, at : at + 4] = start.to(self.cache.dtype)
+
     def close_blocks(self, live: Tensor, head_cls: Tensor | None) -> None:
         """Summary and page range of every block whose last token was just stored."""
         step, size = self.step, self.config.block
@@ -225,7 +257,9 @@ class CacheView:
         self.write_index(seqs, first, head_cls)
 
     def write_index(self, seqs: Tensor, first: Tensor, head_cls: Tensor | None) -> None:
-        """Summary and page range of the complete blocks that begin at token `first[i]` of `seqs[i]`."""
+        """Summary and page range of the complete blocks that begin at token `first[i]` of
+        `seqs[i]`.
+        """
         pages = self.page_range(self.image_pages(seqs, first))
         block, offset = self._at(seqs, first)
         at, dtype = self.dim + layout.LOW, self.cache.dtype
@@ -263,7 +297,9 @@ class CacheView:
         return torch.where(shown, state[..., 1], 0)
 
     def image_end(self, seqs: Tensor, num_pages: Tensor, stored: Tensor) -> Tensor:
-        """One past the last image of each sequence, `[n]`; past everything where it cannot be known yet."""
+        """One past the last image of each sequence, `[n]`; past everything where it cannot be
+        known yet.
+        """
         end = torch.full_like(stored, torch.iinfo(torch.int64).max)
         known = torch.ones_like(stored, dtype=torch.bool)
         if self.step.page_table is None:
@@ -286,13 +322,17 @@ class CacheView:
         return torch.stack([torch.where(low < 1 << 20, low, 0), pages.amax(1)], 1)
 
     def index(self, seq: int, blocks: int, head_cls: Tensor) -> BlockIndex:
-        """Summaries and pages of the first `blocks` blocks of a sequence, trusted as the step says."""
+        """Summaries and pages of the first `blocks` blocks of a sequence, trusted as the step
+        says.
+        """
         step, size = self.step, self.config.block
         first = torch.arange(blocks, device=self.cache.device) * size
         seqs = torch.full_like(first, seq)
         if step.trust is Trust.NONE:
             tokens = self.image_pages(seqs, first)
-            return BlockIndex(self.summarize(seqs, first, head_cls), self.page_range(tokens), tokens)
+            return BlockIndex(
+                self.summarize(seqs, first, head_cls), self.page_range(tokens), tokens
+            )
         summaries = self.stored_summaries(seqs, first)
         if step.trust is Trust.PREFIX and step.prefix_lens is not None:
             later = first + size > step.prefix_lens[seq]

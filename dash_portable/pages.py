@@ -20,7 +20,8 @@ class Prompt:
     """The coordinates of a whole prompt of T tokens, int64.
 
     tok, page, query_page, raw   [T]
-    counts, starts               [num_pages + 1]   tokens up to the last image, and the first token, of each page
+    counts, starts               [num_pages + 1]   tokens up to the last image, and the first
+                                                   token, of each page
     """
 
     tok: Tensor
@@ -36,7 +37,9 @@ class Prompt:
 
 
 def check_roles(roles: Tensor, name: str = "roles") -> Tensor:
-    """Roles on the host as `[T]` int64; ArgumentError on another rank, type, or value than 0, 1, 2."""
+    """Roles on the host as `[T]` int64; ArgumentError on another rank, type, or value than 0, 1,
+    2.
+    """
     if roles.dim() != 1:
         raise ArgumentError(f"{name}: found {list(roles.shape)}, needed [T]")
     if roles.dtype.is_floating_point or roles.dtype.is_complex or roles.dtype == torch.bool:
@@ -91,9 +94,7 @@ def prompt_coordinates(roles: Tensor) -> Prompt:
     if not len(images):
         zero = torch.zeros_like(roles)
         none = zero[:1]
-        return Prompt(
-            tok=at, page=zero, query_page=zero - 1, raw=zero, counts=none, starts=none
-        )
+        return Prompt(tok=at, page=zero, query_page=zero - 1, raw=zero, counts=none, starts=none)
     last = int(images[-1])
     cum = (roles == MARKER).long().cumsum(0)
     raw = torch.where(at <= last, cum, cum - cum[last])
@@ -163,12 +164,16 @@ def next_page(state: Tensor) -> Tensor:
 
 
 def frequencies(config: DashConfig, head_dim: int) -> list[float]:
-    """Angle per token number of each of the `head_dim / 2 - 1` pairs that turn with it (dash.md's "page2d")."""
+    """Angle per token number of each of the `head_dim / 2 - 1` pairs that turn with it (dash.md's
+    "page2d").
+    """
     pairs = head_dim // 2 - 1
     return [config.theta ** (-j / pairs) for j in range(pairs)]
 
 
-def angles(tok: Tensor, page: Tensor, config: DashConfig, head_dim: int, dtype: torch.dtype) -> Tensor:
+def angles(
+    tok: Tensor, page: Tensor, config: DashConfig, head_dim: int, dtype: torch.dtype
+) -> Tensor:
     """Rotation angles `[N, head_dim / 2]`, in radians, in `dtype`.
 
     The last pair turns with the page, all others with the token number. Products are taken in

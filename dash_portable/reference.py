@@ -1,8 +1,8 @@
 """The oracle: the DASH rule in plain torch, on any device, in float64 if asked.
 
 Every function computes in the dtype it is given and knows nothing of paging: keys, values and
-summaries come as dense tensors. `eager.py` feeds it from a paged cache and runs it where there is no
-Triton; tests compare every kernel and every backend with it.
+summaries come as dense tensors. `eager.py` feeds it from a paged cache and runs it where there is
+no Triton; tests compare every kernel and every backend with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ LIMIT = 1e4  # scores and router values are clamped to +-LIMIT; a score that is 
 def rotate(
     x: Tensor, tok: Tensor, page: Tensor, config: DashConfig, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Rotate the pairs `(x[j], x[j + D / 2])` of rows `x [N, ..., D]` by their angles; gives `dtype`."""
+    """Rotate the pairs `(x[j], x[j + D / 2])` of rows `x [N, ..., D]` by their angles; gives
+    `dtype`.
+    """
     half = x.shape[-1] // 2
     angle = angles(tok, page, config, x.shape[-1], dtype)
     angle = angle.reshape(len(x), *[1] * (x.dim() - 2), half)
@@ -40,7 +42,9 @@ def summarize(keys: Tensor, head_cls: Tensor) -> Tensor:
 
 
 def block_scores(index_query: Tensor, summaries: Tensor, scale: float) -> Tensor:
-    """Scores `[N, B]` of blocks with summaries `[B, D]` (or `[N, B, D]`) for rotated rows `[N, D]`."""
+    """Scores `[N, B]` of blocks with summaries `[B, D]` (or `[N, B, D]`) for rotated rows `[N,
+    D]`.
+    """
     if summaries.dim() == 2:
         raw = index_query @ summaries.T
     else:
@@ -53,7 +57,8 @@ def block_scores(index_query: Tensor, summaries: Tensor, scale: float) -> Tensor
 def entmax15(values: Tensor, entries: Tensor | None = None) -> Tensor:
     """Entmax with alpha 1.5 along the last axis, whose values are sorted, largest first.
 
-    The threshold form of Peters, Niculae and Martins (2019): with x half the distance to the largest
+    The threshold form of Peters, Niculae and Martins (2019): with x half the distance to the
+    largest
     value, the threshold of the first i values makes the squares of what exceeds it sum to one.
     `entries [...]`: how many of the values count; None means all.
     """
@@ -70,17 +75,24 @@ def entmax15(values: Tensor, entries: Tensor | None = None) -> Tensor:
 
 
 class Selection(NamedTuple):
-    """What a row reads: `ids [N, S]` int32 blocks, best first, -1 where there is none; their `bias [N, S]`."""
+    """What a row reads: `ids [N, S]` int32 blocks, best first, -1 where there is none; their `bias
+    [N, S]`.
+    """
 
     ids: Tensor
     bias: Tensor
 
 
 def _sortable(score: Tensor) -> Tensor:
-    """Scores `[N, B]` as int64 that sort by score and then by lower block; float64 keeps rank only."""
+    """Scores `[N, B]` as int64 that sort by score and then by lower block; float64 keeps rank
+    only.
+    """
     if score.dtype == torch.float64:
-        return torch.argsort(torch.argsort(score, dim=-1, descending=True, stable=True), dim=-1).neg()
-    # Adding zero makes -0.0 equal 0.0. Flipping a negative float's bits makes them sort as integers.
+        return torch.argsort(
+            torch.argsort(score, dim=-1, descending=True, stable=True), dim=-1
+        ).neg()
+    # Adding zero makes -0.0 equal 0.0. Flipping a negative float's bits makes them sort as
+    # integers.
     bits = (score.float() + 0.0).view(torch.int32)
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     return (bits << 32) - torch.arange(score.shape[-1], device=score.device)
@@ -89,12 +101,13 @@ def _sortable(score: Tensor) -> Tensor:
 def select(
     score: Tensor, candidate: Tensor, position: Tensor, config: DashConfig, floor: float
 ) -> Selection:
-    """The blocks a row keeps, from scores `[N, B]`, candidates `[N, B]` (bool), token indices `[N]`.
+    """The blocks a row keeps, from scores `[N, B]`, candidates `[N, B]` (bool), token indices
+    `[N]`.
 
     The `window` best candidates, ties to the lower block, go through entmax; the `topk` best of
     them are kept, each with `bias = (ln max(prior, floor) - mean over the kept) / sigma`.
     """
-    rows, blocks = score.shape
+    blocks = score.shape[1]
     width = config.window
     lowest = torch.iinfo(torch.int64).min
     key = torch.where(candidate, _sortable(score), lowest)
@@ -131,8 +144,8 @@ def attend(
     ids, bias     [N, S]       blocks, -1 for none, and what is added to their scaled logits
     position      [N]          token index of each row, below T
 
-    Gives `[N, Hq, D]` in the dtype of `query`, all arithmetic in it. Of a block that reaches into the
-    local window only the part before the window is taken, with its bias; the window has none.
+    Gives `[N, Hq, D]` in the dtype of `query`, all arithmetic in it. Of a block that reaches into
+    the local window only the part before the window is taken, with its bias; the window has none.
     """
     rows, heads, width = query.shape
     group = heads // keys.shape[1]
@@ -144,9 +157,9 @@ def attend(
     local_ok = local <= position[:, None]
     token = torch.cat([remote.flatten(1), local], 1)
     ok = torch.cat([remote_ok.flatten(1), local_ok], 1)
-    added = torch.cat(
-        [bias.repeat_interleave(config.block, 1), bias.new_zeros(local.shape)], 1
-    ).to(query.dtype)
+    added = torch.cat([bias.repeat_interleave(config.block, 1), bias.new_zeros(local.shape)], 1).to(
+        query.dtype
+    )
     token = torch.where(ok, token, torch.zeros_like(token))
     grouped = query.view(rows, heads // group, group, width)
     logit = torch.einsum("nhgd,nthd->nhgt", grouped, keys[token]) / math.sqrt(width)

@@ -21,7 +21,8 @@ class Trust(str, Enum):
     """Which summaries, page ranges and page starts in the cache are believed."""
 
     CACHED = "cached"  # all of them
-    PREFIX = "prefix"  # the summaries of blocks that end at or before `prefix_lens`; later ones are made again
+    # the summaries of blocks that end at or before `prefix_lens`; later ones are made again
+    PREFIX = "prefix"
     NONE = "none"  # none: another owner's cache; only keys, roles, states and counts count
 
 
@@ -37,7 +38,8 @@ class Step:
     query_start  int32 [R + 1]  rows of sequence r: `query_start[r] .. query_start[r + 1]`
     seq_lens     int32 [R]      tokens of each sequence, the new ones included
     block_table  int32 [R, max] cache blocks of each sequence
-    page_table   int32 [R, pages, 2]  start and count of each page, instead of those in the cache; or None
+    page_table   int32 [R, pages, 2]  start and count of each page, instead of those in the cache;
+                                      or None
     prefix_lens  int32 [R]      see Trust.PREFIX; or None
     recomputed   coordinates always come from `positions`; rows whose `positions[3]` is not negative
                  are decoded tokens computed again, and write no counts

@@ -1,4 +1,6 @@
-"""The oracle as a backend: every row gathers its own keys, in float32. Slow, bounded, runs anywhere."""
+"""The oracle as a backend: every row gathers its own keys, in float32. Slow, bounded, runs
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,9 @@ class Runner:
         slots = slot_count(config.topk, block=config.block, local=config.local)
         self._rows = max(1, _ELEMENTS // (slots * 2 * step.head_dim * step.kv_heads))
 
+    def refresh(self) -> None:
+        """Nothing was read from the step's tensors yet."""
+
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         for part in torch.arange(self.step.num_rows, device=query.device).split(self._rows):
             out[part] = self._attend(query[part], cache, ids[part], bias[part], part).to(out.dtype)
@@ -46,7 +51,8 @@ class Runner:
 def gather_rows(
     step: Step, cache: Tensor, ids: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values float32 `[n, W, H, D]` of the given rows, and which of the W slots are used `[n, W]`.
+    """Keys and values float32 `[n, W, H, D]` of the given rows, and which of the W slots are used
+    `[n, W]`.
 
     Unused slots hold zeros.
     """

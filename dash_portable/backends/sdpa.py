@@ -1,7 +1,9 @@
 """Attention by torch alone, fast enough for a CPU.
 
-A sequence with few new rows gathers each row's keys and calls `scaled_dot_product_attention` with the
-bias as an additive mask. A sequence with many is worked block-major: the rows that chose a block meet its
+A sequence with few new rows gathers each row's keys and calls `scaled_dot_product_attention` with
+the
+bias as an additive mask. A sequence with many is worked block-major: the rows that chose a block
+meet its
 keys in one matrix product, so that nothing is gathered 512 times over. Memory is bounded by chunks.
 """
 
@@ -31,23 +33,28 @@ class Runner:
         config = step.config
         slots = slot_count(config.topk, block=config.block, local=config.local)
         self._gathered = max(1, _GATHERED // (slots * 2 * step.head_dim * step.kv_heads))
-        live = step.row_pos >= 0
-        many: list[tuple[int, Tensor]] = []
-        few = live.clone()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Which rows are live, and which sequences have many: read again after an update."""
+        step = self.step
+        few = step.row_pos >= 0
+        self._many: list[tuple[int, Tensor]] = []
         if step.max_query_len >= _FEW:
-            lengths = torch.bincount(step.row_seq[live].long(), minlength=step.num_seqs)
+            lengths = torch.bincount(step.row_seq[few].long(), minlength=step.num_seqs)
             for seq in (lengths >= _FEW).nonzero().flatten().tolist():
-                mine = live & (step.row_seq == seq)
-                few &= ~mine
-                many.append((seq, mine.nonzero().flatten()))
-        self._many = many
+                mine = few & (step.row_seq == seq)
+                few = few & ~mine
+                self._many.append((seq, mine.nonzero().flatten()))
         self._few = few.nonzero().flatten()
 
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         out.zero_()
         if len(self._few):
             for part in self._few.split(self._gathered):
-                out[part] = self._gather(query[part], cache, ids[part], bias[part], part).to(out.dtype)
+                out[part] = self._gather(query[part], cache, ids[part], bias[part], part).to(
+                    out.dtype
+                )
         for seq, rows in self._many:
             for part in rows.split(_ROWS):
                 blocks = SequenceBlocks(self.step, cache, seq)
@@ -74,8 +81,8 @@ class Runner:
 class SequenceBlocks:
     """One sequence's keys, met block by block by the rows that chose them.
 
-    Rows are kept as [H, n G, D]; every row carries a running maximum, its mass and a weighted sum, begun by
-    the local window, which no row is without.
+    Rows are kept as [H, n G, D]; every row carries a running maximum, its mass and a weighted sum,
+    begun by the local window, which no row is without.
     """
 
     def __init__(self, step: Step, cache: Tensor, seq: int) -> None:
@@ -122,7 +129,9 @@ class SequenceBlocks:
         mass: Tensor,
         total: Tensor,
     ) -> None:
-        """Add one block to the rows that chose it; its tokens from `lo` on belong to the local window."""
+        """Add one block to the rows that chose it; its tokens from `lo` on belong to the local
+        window.
+        """
         size = self.config.block
         keys, values = self._read(block * size, size)
         mine = query.index_select(1, rows)  # [H, n, G, D]
@@ -163,12 +172,13 @@ class SequenceBlocks:
         visible = (seen[None] & real[:, None])[:, :, None]  # [tiles, TILE, 1, stretch]
         logit.masked_fill_(~visible, -torch.inf)
         top = logit.amax(-1)
-        # Rows beyond the last see only padding, whose zero keys are real numbers: they are cut off below.
+        # Rows beyond the last see only padding, whose zero keys are real numbers: they are cut off
+        # below.
         weight = logit.sub_(top[..., None]).exp_()
         mass = weight.sum(-1)
-        total = torch.matmul(
-            weight.flatten(2, 3), windows[1].transpose(-1, -2)
-        ).view(heads, tiles * _TILE, group, width)[:, :rows]
+        total = torch.matmul(weight.flatten(2, 3), windows[1].transpose(-1, -2)).view(
+            heads, tiles * _TILE, group, width
+        )[:, :rows]
         shape = (heads, tiles * _TILE, group)
         return (
             top.reshape(shape)[:, :rows].contiguous(),

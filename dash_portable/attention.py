@@ -1,0 +1,244 @@
+"""The established calls, under their names, argument order and defaults; all thin over a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dash_portable import dispatch
+from dash_portable.cache import CacheShape
+from dash_portable.checks import INDEX, check_rows, check_tensor, on_host
+from dash_portable.config import DashConfig
+from dash_portable.errors import found_needed
+from dash_portable.pages import check_roles, prompt_positions
+from dash_portable.plan import DashStep, check_inputs, describe, layer_numbers, trust_of
+from dash_portable.segments.fixed import flash_dash_attention
+from dash_portable.step import Step
+
+__all__ = [
+    "cache_dash_prefill",
+    "flash_dash_attention",
+    "paged_dash_decode",
+    "paged_dash_prefill",
+    "rebuild_summaries",
+]
+
+_CONFIGS: dict[object, DashConfig] = {}
+_CONFIGS_KEPT = 64
+
+
+def config_of(sp: Mapping[str, Any] | DashConfig) -> DashConfig:
+    """The configuration behind `sp`; the same values are read and checked once."""
+    if isinstance(sp, DashConfig):
+        return sp
+    if not isinstance(sp, Mapping):
+        raise found_needed("sp", type(sp).__name__, "a mapping (sparse_attention_config)")
+    key = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in sp.items())
+    try:
+        known = _CONFIGS.get(key)
+    except TypeError:  # a value that no key can hold: let the reader say which
+        return DashConfig.from_model(sp)
+    if known is None:
+        if len(_CONFIGS) >= _CONFIGS_KEPT:
+            _CONFIGS.clear()
+        known = _CONFIGS[key] = DashConfig.from_model(sp)
+    return known
+
+
+def cache_dash_prefill(
+    k: Tensor,
+    v: Tensor,
+    ik: Tensor,
+    roles: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    sp: Mapping[str, Any] | DashConfig,
+    head_cls: Tensor | None = None,
+) -> None:
+    """Store one whole prompt of T tokens: rotated keys, values, coordinates, and summaries.
+
+    k, v   [T, H, D]    ik   [T, D]    unrotated, in the cache's type
+    roles  [T]          0 text, 1 image, 2 page marker
+    slots  [T]          cache block * block_size + offset of each token
+    head_cls  [D]       the layer's summary query; None: blocks get no summary, so that
+                        `rebuild_summaries` must run before summaries are trusted
+
+    The cache is written; nothing is returned. Reads the roles on the host. Raises ArgumentError for
+    wrong shapes, types, devices or values, and for more than 65,535 pages.
+    """
+    config = config_of(sp)
+    shape = CacheShape.of(cache, config)
+    tokens = len(roles)
+    check_tensor("slots", slots, (tokens,), dtypes=INDEX, device=cache.device)
+    positions = prompt_positions(check_roles(roles)).to(cache.device)
+    total = shape.num_blocks * shape.block_size
+    if on_host(slots) and not bool(((slots >= 0) & (slots < total)).all()):
+        bad = slots[(slots < 0) | (slots >= total)][0]
+        raise found_needed("slots", int(bad), f"0 to {total - 1} (a prompt has no padding)")
+    step = describe(
+        [tokens],
+        [tokens],
+        (slots[:: shape.block_size] // shape.block_size)[None],
+        slots,
+        roles.to(cache.device),
+        positions,
+        config=config,
+        cache=cache,
+    )
+    # The shared layer rotates queries too; here the keys stand in for them and the result is
+    # dropped.
+    check_inputs(step, k, k, v, ik, ik, head_cls, cache)
+    dispatch.shared_layer(step).store(k, k, v, ik, ik, cache, head_cls)
+
+
+def paged_dash_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    iq: Tensor,
+    ik: Tensor,
+    roles: Tensor,
+    positions: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    length: int,
+    slots: Tensor,
+    head_cls: Tensor,
+    sp: Mapping[str, Any] | DashConfig,
+    layer_idx: int,
+    backend: str,
+    prefix_lens: Tensor | None = None,
+) -> Tensor:
+    """A chunk of one prompt: n rows, the last n of its `length` tokens so far; gives `[n, Hq, D]`.
+
+    q [n, Hq, D], k and v [n, H, D], iq and ik [n, D], head_cls [D]: unrotated, in the cache's type
+    roles [n]    positions [4, n]    slots [n]    block_table [1, max]
+
+    The result does not depend on how the prompt is cut. Coordinates come from `positions`; a row
+    whose row 3 is at least 0 is a decoded token computed again: it writes no counts and has no
+    image page. `prefix_lens` as in `paged_dash_decode`, of length 1.
+    Raises ArgumentError, UnsupportedError and BackendError as `DashStep.plan`.
+    """
+    config = config_of(sp)
+    if not isinstance(length, int) or isinstance(length, bool):
+        raise found_needed("length", type(length).__name__, "an integer")
+    step = describe(
+        [len(q)],
+        [length],
+        block_table,
+        slots,
+        roles,
+        positions,
+        config=config,
+        cache=cache,
+        num_heads=q.shape[1] if q.dim() == 3 else None,
+        trust=trust_of(True, prefix_lens),
+        prefix_lens=prefix_lens,
+        recomputed=True,
+    )
+    if on_host(slots) and not bool((slots >= 0).all()):
+        raise found_needed("slots", int(slots.min()), "at least 0 (a prompt has no padding)")
+    return DashStep.of(step, backend).run(q, k, v, iq, ik, cache, head_cls, layer_idx)
+
+
+def paged_dash_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    iq: Tensor,
+    ik: Tensor,
+    roles: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    slots: Tensor,
+    head_cls: Tensor,
+    sp: Mapping[str, Any] | DashConfig,
+    layer_idx: int,
+    max_model_len: int,
+    prefix_lens: Tensor | None = None,
+    backend: str = "AUTO",
+    cached_summaries: bool = False,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """One new token of each of N requests; gives `[N, Hq, D]`, zeros for padding (`slots` below 0).
+
+    q [N, Hq, D], k and v [N, H, D], iq and ik [N, D], head_cls [D]: unrotated, in the cache's type
+    roles, seq_lens, slots [N]    block_table [N, max]    seq_lens count the new token
+
+    Coordinates continue from the previous token's state in the cache, or come from `positions [4,
+    N]` where its row 3 is negative. `cached_summaries=False` trusts no summary, page range or page
+    start in the
+    cache (another owner's cache, or `rebuild_summaries` did not run). With it, `prefix_lens [N]`
+    limits
+    the trust to blocks that end at or before it; None trusts all. Neither changes the result.
+    Nothing is copied to the host: capturable in a CUDA or HIP graph.
+    Raises ArgumentError, UnsupportedError and BackendError as `DashStep.plan`.
+    """
+    config = config_of(sp)
+    layer_numbers(config, layer_idx)
+    rows = len(slots)
+    step = describe(
+        [1] * rows if on_host(slots) else seq_lens,
+        seq_lens,
+        block_table,
+        slots,
+        roles,
+        positions,
+        config=config,
+        cache=cache,
+        max_model_len=max_model_len,
+        num_heads=q.shape[1] if q.dim() == 3 else None,
+        max_query_len=1,
+        trust=trust_of(cached_summaries, prefix_lens),
+        prefix_lens=prefix_lens,
+    )
+    return DashStep.of(step, backend).run(q, k, v, iq, ik, cache, head_cls, layer_idx)
+
+
+def rebuild_summaries(
+    cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    head_cls: Tensor,
+    sp: Mapping[str, Any] | DashConfig,
+) -> None:
+    """Fill the free place of sequences that another owner stored: summaries, page ranges, page
+    starts.
+
+    block_table [R, max]    seq_lens [R]    head_cls [D]
+
+    Only keys, roles, states and counts are read. Afterwards `cached_summaries=True` is right for
+    these sequences. The cache is written; nothing is returned.
+    """
+    config = config_of(sp)
+    device = cache.device
+    seqs = len(seq_lens)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    step = describe([0] * seqs, seq_lens, block_table, none, none, None, config=config, cache=cache)
+    _check_sequences(step)
+    check_rows(
+        {"head_cls": (head_cls, ("D",))},
+        dtype=head_cls.dtype if head_cls.is_floating_point() else cache.dtype,
+        device=device,
+        sizes={"D": step.head_dim},
+    )
+    dispatch.shared_layer(step).rebuild(cache, head_cls)
+
+
+def _check_sequences(step: Step) -> None:
+    """Lengths and block ids of sequences without new rows, where they lie on the host."""
+    if not on_host(step.seq_lens):
+        return
+    size, limit = step.block_size, step.max_seq_len
+    for seq, length in enumerate(step.seq_lens.tolist()):
+        if not 0 <= length <= limit:
+            raise found_needed(f"seq_lens[{seq}]", length, f"0 to {limit} (what block_table holds)")
+        used = step.block_table[seq, : -(-length // size)]
+        if bool(((used < 0) | (used >= step.cache_shape.num_blocks)).any()):
+            raise found_needed(
+                f"block_table[{seq}]", used.tolist(), f"0 to {step.cache_shape.num_blocks - 1}"
+            )
