@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# The Intel lane on a machine without an Intel GPU: the same kernels through Intel's own build of Triton.
+#
+#   bash ci/intel/run.sh                    all of it
+#   ONLY=select_decode_bf16 bash ci/intel/run.sh    one case
+#   CASES=module:NAME ...                   another table of cases
+#
+# 1. SPIR-V for pvc and dg2, and for a device without matrix unit ("generic")
+# 2. native code for PVC and Arc A by Intel's offline compiler, its spills recorded
+# 3. the generic modules executed on the CPU through OpenCL, held to the NumPy brute force
+#
+# What it does not say: this is Triton 3.3, and no code for Battlemage (B580) or Lunar Lake is built natively.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+home=.cache/intel
+out="$home/out"
+cases="${CASES:-dash_portable.kernels.cases:CASES}"
+
+bash ci/intel/prepare.sh "$home" || exit 1
+rm -rf "$out"
+failed=()
+step() { # name, command...
+    local name="$1" start=$SECONDS
+    shift
+    echo "-- $name"
+    "$@" || failed+=("$name")
+    echo "-- $name: $((SECONDS - start)) s"
+}
+
+compile() {
+    local only=()
+    [[ -n "${ONLY:-}" ]] && only=(--only "$ONLY")
+    "$home/xpu/bin/python" -m dash_portable.audit --cases "$cases" --targets pvc,dg2,generic \
+        --jobs "${DASH_JOBS:-2}" --cache "$home/triton" --dump "$out/spirv" --json "$out/audit.json" \
+        ${only[@]+"${only[@]}"}
+}
+
+execute() {
+    local icd="$home/icd"
+    mkdir -p "$icd"
+    # The wheel's own .icd file names a folder that does not exist.
+    echo "$PWD/$home/ocl/lib/libintelocl.so" >"$icd/intel.icd"
+    # More than this machine has: the test beyond 2**31 elements touches only a few pages of what it asks for.
+    CL_CONFIG_CPU_FORCE_MAX_MEM_ALLOC_SIZE=64GB CL_CONFIG_CPU_FORCE_GLOBAL_MEM_SIZE=128GB \
+        OCL_ICD_VENDORS="$PWD/$icd" LD_LIBRARY_PATH="$PWD/$home/ocl/lib:${LD_LIBRARY_PATH:-}" \
+        DASH_INTEL_MODULES="$PWD/$out/cpu" DASH_INTEL_BINARIES="$PWD/$home/binaries" \
+        "$home/ocl/bin/python" -m pytest -q -ra -c ci/intel/pytest.ini --rootdir . \
+        --confcutdir tests/intel ${ONLY:+-k "${ONLY//,/ or }"} tests/intel
+}
+
+mkdir -p "$out"
+step "SPIR-V" compile
+step "native code" python3 -m ci.intel.spirv native "$out/spirv" --home "$home"
+step "strip" python3 -m ci.intel.spirv strip "$out/spirv" "$out/cpu" --home "$home"
+step "execution" execute
+if [[ ${#failed[@]} -gt 0 ]]; then
+    echo "Intel lane failed: ${failed[*]}. Run it locally: bash ci/test.sh intel" >&2
+    exit 1
+fi

@@ -1,0 +1,126 @@
+"""Run the SPIR-V of a kernel on the CPU through Intel's OpenCL runtime: real barriers, sub-groups,
+local memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyopencl as cl
+
+WIDTHS = {"i32": np.int32, "i64": np.int64, "fp32": np.float32, "u64": np.uint64, "i1": np.int8}
+
+
+class Module(NamedTuple):
+    """A kernel ready to run, and the facts that a launch needs."""
+
+    entry: Any
+    args: dict[str, str]
+    consts: dict[str, Any]
+    shared: int
+    lanes: int
+
+
+class Cpu:
+    """`modules` holds <case>.generic.spv and .json; `binaries` keeps what the runtime built."""
+
+    def __init__(self, modules: Path, binaries: Path) -> None:
+        platform = next(p for p in cl.get_platforms() if "Intel" in p.name)
+        self.device = platform.get_devices()[0]
+        self.context = cl.Context([self.device])
+        self.queue = cl.CommandQueue(self.context)
+        self.modules, self.binaries = modules, binaries
+
+    def cases(self) -> list[str]:
+        return sorted(
+            path.name.removesuffix(".generic.json") for path in self.modules.glob("*.json")
+        )
+
+    def load(self, case: str) -> Module:
+        """Build the module, or load what an earlier run built of the same bytes.
+
+        Never build with -cl-opt-disable: wrong numbers, or the process ends without a word.
+        """
+        stem = self.modules / f"{case}.generic"
+        facts = json.loads(stem.with_name(stem.name + ".json").read_text())
+        source = stem.with_name(stem.name + ".spv").read_bytes()
+        kept = self.binaries / (
+            hashlib.sha256(source + self.device.driver_version.encode()).hexdigest() + ".bin"
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the runtime chats on every build
+            if kept.exists():
+                program = cl.Program(self.context, [self.device], [kept.read_bytes()]).build()
+            else:
+                program = cl.Program(self.context, source).build()
+                self.binaries.mkdir(parents=True, exist_ok=True)
+                kept.write_bytes(program.get_info(cl.program_info.BINARIES)[0])
+            entry = cl.Kernel(program, facts["kernel"])
+        lanes = facts["warps"] * facts["threads"]
+        return Module(entry, facts["args"], facts["consts"], facts["shared"], lanes)
+
+    def launch(self, module: Module, grid: Sequence[int], **arguments: Any) -> None:
+        """Run the kernel; arrays are read and written in place, scalars get the declared width.
+
+        A pointer may be None: the kernel then gets a null pointer. Every run-time argument must be
+        given, no other.
+        """
+        if set(arguments) != set(module.args):
+            raise TypeError(f"found {sorted(arguments)}, needed {sorted(module.args)}")
+        buffers = []
+        flags = cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR
+        for place, (name, kind) in enumerate(module.args.items()):
+            value = arguments[name]
+            if isinstance(value, np.ndarray):
+                buffer = cl.Buffer(self.context, flags, hostbuf=value)
+                buffers.append((buffer, value))
+                value = buffer
+            elif value is not None:
+                value = WIDTHS[kind.removesuffix(":16")](value)
+            module.entry.set_arg(place, value)
+        if module.shared:  # always the last argument
+            module.entry.set_arg(len(module.args), cl.LocalMemory(module.shared))
+        x, y, z = (*grid, 1, 1)[:3]
+        size = (x * module.lanes, y, z)
+        cl.enqueue_nd_range_kernel(self.queue, module.entry, size, (module.lanes, 1, 1)).wait()
+        for (
+            buffer,
+            value,
+        ) in buffers:  # USE_HOST_PTR: a map makes the host see what the kernel wrote
+            read_write = cl.map_flags.READ | cl.map_flags.WRITE
+            view, _ = cl.enqueue_map_buffer(
+                self.queue, buffer, read_write, 0, (value.nbytes,), np.uint8, is_blocking=True
+            )
+            view.base.release(self.queue)
+        self.queue.finish()
+
+
+def sparse(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Zeros of which only the touched pages take memory: for tensors of more than 2**31
+    elements.
+    """
+    count = int(np.prod(shape))
+    region = mmap.mmap(-1, count * np.dtype(dtype).itemsize)
+    return np.frombuffer(region, dtype, count).reshape(shape)
+
+
+def narrow(values: Any, dtype: str) -> np.ndarray:
+    """Numbers as the array that holds them in a kernel's memory: bfloat16 as its bits in uint16."""
+    if dtype != "bf16":
+        return np.ascontiguousarray(values, {"fp16": np.float16, "fp32": np.float32}[dtype])
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def widen(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The numbers of such an array, as float64."""
+    if dtype != "bf16":
+        return array.astype(np.float64)
+    return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
