@@ -3,6 +3,7 @@
     python -m ci.matrix                  the matrix as GitHub wants it: {"include": [...]}, lanes
     that are on python -m ci.matrix --list           every lane, what it checks and why one is off
     python -m ci.matrix --check          only the check; exit status 1 and one line a finding
+    python -m ci.matrix --names          name and Python of the lanes that are on
     python -m ci.matrix --shell LANE     the lane's fields as shell assignments, for ci/lane.sh
 
 A lane is a row: vendor and arch that must be found on its machine, runner labels, container image
@@ -159,6 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--names", action="store_true")
     parser.add_argument("--shell", metavar="LANE")
     args = parser.parse_args(argv)
     lanes = load()
@@ -169,6 +171,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.check:
         on = len(matrix(lanes)["include"])
         print(f"{len(lanes)} lanes are right, {on} on, {len(lanes) - on} off")
+    elif args.names:
+        for lane in matrix(lanes)["include"]:
+            print(lane["lane"], lane["python"])
     elif args.list:
         print(listing(lanes))
     elif args.shell:
