@@ -24,7 +24,7 @@ _HOMES = {
     "cache_dash_prefill": "attention",
     "current_platform": "platform",
     "empty_cache": "cache",
-    "explain": "dispatch",
+    "explain": "explanation",
     "flash_dash_attention": "attention",
     "get_flash_attn_version": "backends.flash_attn",
     "is_flash_attn_varlen_func_available": "backends.flash_attn",

@@ -69,11 +69,19 @@ class Choice:
         for one in self.decisions:
             lines += _lines(one, width, self._mark(one))
         for stage in self.stages:
-            runs = stage.backend.name if stage.backend else "nobody"
-            lines.append(f"stage     {stage.name}: {runs}")
+            lines.append(f"stage     {stage.name}: {self._runs(stage)}")
             for one in stage.decisions:
                 lines += [f"      {one.backend.name} {reason}" for reason in one.rejections]
         return "\n".join(lines)
+
+    def _runs(self, stage: Stage) -> str:
+        if stage.backend is None:
+            return "nobody"
+        if self.forced is None or stage.backend.is_named(self.forced.name):
+            return stage.backend.name
+        return (
+            f"{stage.backend.name} ({self.forced.name} attends, it has no {stage.name} of its own)"
+        )
 
     def _mark(self, one: Decision) -> str:
         if self.forced and one.backend.is_named(self.forced.name):

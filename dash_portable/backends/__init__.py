@@ -6,7 +6,7 @@ first; where nothing was measured, this order stands; rows of last resort always
 
 from __future__ import annotations
 
-from dash_portable.backends.spec import Backend, Capability, Code, Rejection
+from dash_portable.backends.spec import Backend, Capability, Code, Rejection, Rule
 from dash_portable.platform.facts import TRITONS, Platform, Vendor, tokens
 from dash_portable.request import FEATURES, Request
 
@@ -19,20 +19,22 @@ _FLOATS = _HALVES | {"float32"}
 _BY_8 = frozenset(range(8, 257, 8))
 # Two bias columns and their alignment are added to the keys of a gathered row.
 _BY_8_AND_BIAS = frozenset(range(8, 249, 8))
-_BY_16 = frozenset(range(16, 257, 16))
+_BY_16 = frozenset(range(16, 1025, 16))
 _FLASHINFER_DIMS = frozenset({64, 128, 256})
 _GRAPHS = frozenset({"graph"})
-_SEGMENTS = frozenset({"graph", "in_place", "lse"})
+_REPEATABLE = frozenset({"graph", "deterministic"})
 
 # Floors: torch's varlen and library calls of 2.8; Intel's build of Triton is one release behind.
 _TORCH = ("2.8", None)
 _TRITON = ("3.3", None)
+_FLASH2 = ("2.5", "3")
+_VLLM = ("vllm.vllm_flash_attn:flash_attn_varlen_func",)
 _TRITON_SYMBOLS = ("triton:jit", "triton.language:dot")
 
 _BEFORE_AMPERE = tokens("Volta", "Turing")
 _HOPPER = tokens("Hopper")
 _BIG_BLACKWELL = frozenset({"sm100", "sm103", "sm110"})
-_CDNA = tokens("CDNA2", "CDNA3", "CDNA4")
+_CDNA = tokens("CDNA2", "CDNA3", "CDNA4", "CDNA5")
 _RDNA = tokens("RDNA3", "RDNA3.5", "RDNA4")
 # The lists of flash-attention's setup.py for ROCm.
 _ROCM_FLASH = frozenset(
@@ -51,288 +53,226 @@ def one_dtype(platform: Platform, request: Request) -> Rejection | None:
     return Rejection(code=Code.COMBINATION, asked=asked, offers="one dtype for both")
 
 
-def whole_cache_blocks(platform: Platform, request: Request) -> Rejection | None:
-    """A page table can start a segment only where a cache block starts."""
-    if request.block % request.block_size == 0:
+def narrow_off_hopper(platform: Platform, request: Request) -> Rejection | None:
+    """FlashAttention 4 has wide heads on Hopper only; a gathered row is wider by its bias."""
+    widest = 120
+    if platform.arch in _HOPPER or request.head_dim <= widest:
         return None
-    asked = f"blocks of {request.block} in cache blocks of {request.block_size}"
-    offers = f"cache blocks that divide {request.block}"
+    asked, offers = f"{request.head_dim} on {platform.arch}", f"8..{widest} step 8, more on sm90"
     return Rejection(code=Code.COMBINATION, asked=asked, offers=offers)
 
 
 def _library(
     name: str,
-    families: tuple[str, ...],
-    runner: str,
-    symbol: str,
+    file: str,
+    ways: dict[str, str],
     *,
     vendors: frozenset[Vendor],
     packages: tuple[str, ...],
-    head_dims: frozenset[int] = _BY_8_AND_BIAS,
+    check: str = "check",
+    families: tuple[str, ...] = (),
+    symbols: tuple[str, ...] = (),
     archs: frozenset[str] | None = None,
     except_archs: frozenset[str] = frozenset(),
     versions: tuple[str | None, str | None] = (None, None),
+    head_dims: dict[str, frozenset[int]] | None = None,
     block_sizes: frozenset[int] | None = None,
-    in_place: bool = False,
-    whole: bool = True,
+    rules: tuple[Rule, ...] = (),
+    features: frozenset[str] = _GRAPHS,
     generation: int | None = None,
-    pending: str = "none in this version",
-) -> Backend:
-    """A vendor library's row: one gathered segment a row, or in place through a page table.
+) -> tuple[Backend, ...]:
+    """A vendor library's rows, one per way of feeding it, named `<name>_<way>`.
 
-    runner   "file:Class" below `dash_portable.backends`
-    whole    in place, its page table starts segments only where cache blocks start
+    ways       "gather" one segment a row, bias in extra key columns; "segments" each block and the
+               window gathered apart; "in_place" the same through a page table: -> class in `file`
+    head_dims  of a way, where it differs from what the way allows
+    features   of every way; segments and in_place have their own beside them
     """
-    paged = (one_dtype, whole_cache_blocks) if whole else (one_dtype,)
-    return Backend(
-        name=name,
-        families=families,
-        generation=generation,
-        entry=f"dash_portable.backends.{runner}",
-        symbols=(symbol,),
-        stages=("merge",) if in_place else ("gather",),
-        self_test=True,
-        pending=pending,
-        capability=Capability(
-            vendors=vendors,
-            archs=archs,
-            except_archs=except_archs,
-            packages=packages,
-            versions=versions,
-            dtypes=_HALVES,
-            head_dims=head_dims,
-            block_sizes=block_sizes,
-            features=_SEGMENTS if in_place else _GRAPHS,
-            rules=paged if in_place else (one_dtype,),
-        ),
+    widths = {"gather": _BY_8_AND_BIAS, "segments": _BY_8, "in_place": _BY_8, **(head_dims or {})}
+    own = {
+        "gather": frozenset[str](),
+        "segments": frozenset({"lse"}),
+        "in_place": frozenset({"lse", "in_place"}),
+    }
+    stages = {"gather": ("gather",), "segments": ("gather", "merge"), "in_place": ("merge",)}
+    module = f"dash_portable.backends.{file}"
+    return tuple(
+        Backend(
+            name=f"{name}_{way}",
+            families=(name, *families),
+            generation=generation,
+            entry=f"{module}:{runner}",
+            symbols=symbols,
+            check=f"{module}:{check}",
+            stages=stages[way],
+            self_test=True,
+            capability=Capability(
+                vendors=vendors,
+                archs=archs,
+                except_archs=except_archs,
+                packages=packages,
+                versions=versions,
+                dtypes=_HALVES,
+                head_dims=widths[way],
+                block_sizes=block_sizes if way == "in_place" else None,
+                features=features | own[way],
+                rules=(one_dtype, *rules),
+            ),
+        )
+        for way, runner in ways.items()
     )
 
 
-_FLASH2 = ("flash_attn2", "flash_attn")
-_FLASH3 = ("flash_attn3", "flash_attn")
-_FLASH4 = ("flash_attn4", "flash_attn")
-_VLLM = ("vllm_flash_attn",)
-
 BACKENDS: tuple[Backend, ...] = (
-    _library(
-        "flash_attn3_gather",
-        _FLASH3,
-        "flash_attn:Gathered3",
-        "flash_attn_interface:flash_attn_varlen_func",
+    *_library(
+        "flash_attn3",
+        "flash_attn",
+        {"gather": "Gathered3", "segments": "Segmented3", "in_place": "Paged3"},
+        check="flash3_check",
+        families=("flash_attn",),
         generation=3,
         vendors=_NVIDIA,
         archs=_HOPPER,
         packages=("flash-attn-3",),
+        features=_REPEATABLE,
     ),
-    _library(
-        "flash_attn3_in_place",
-        _FLASH3,
-        "flash_attn:Paged3",
-        "flash_attn_interface:flash_attn_with_kvcache",
-        generation=3,
-        in_place=True,
-        vendors=_NVIDIA,
-        archs=_HOPPER,
-        packages=("flash-attn-3",),
-        head_dims=_BY_8,
-    ),
-    _library(
-        "vllm_flash_attn3_gather",
-        _VLLM + _FLASH3,
-        "flash_attn:VllmGathered3",
-        "vllm.vllm_flash_attn:flash_attn_varlen_func",
+    *_library(
+        "vllm_flash_attn3",
+        "flash_attn",
+        {"gather": "VllmGathered3", "segments": "VllmSegmented3", "in_place": "VllmPaged3"},
+        check="copy3_check",
+        families=("flash_attn3", "flash_attn", "vllm_flash_attn"),
+        symbols=_VLLM,
         generation=3,
         vendors=_NVIDIA,
         archs=_HOPPER,
         packages=("vllm",),
+        features=_REPEATABLE,
     ),
-    _library(
-        "vllm_flash_attn3_in_place",
-        _VLLM + _FLASH3,
-        "flash_attn:VllmPaged3",
-        "vllm.vllm_flash_attn:flash_attn_varlen_func",
-        generation=3,
-        in_place=True,
-        vendors=_NVIDIA,
-        archs=_HOPPER,
-        packages=("vllm",),
-        head_dims=_BY_8,
-    ),
-    _library(
-        "flash_attn4_gather",
-        _FLASH4,
-        "flash_attn:Gathered4",
-        "flash_attn.cute:flash_attn_varlen_func",
+    *_library(
+        "flash_attn4",
+        "flash_attn",
+        {"gather": "Gathered4", "segments": "Segmented4"},
+        check="flash4_check",
+        families=("flash_attn",),
+        symbols=("flash_attn.cute:flash_attn_varlen_func",),
         generation=4,
         vendors=_NVIDIA,
         except_archs=_BEFORE_AMPERE,
         packages=("flash-attn-4",),
-        head_dims=frozenset(range(8, 121, 8)),
+        rules=(narrow_off_hopper,),
     ),
-    _library(
-        "flash_attn4_in_place",
-        _FLASH4,
-        "flash_attn:Paged4",
-        "flash_attn.cute:flash_attn_varlen_func",
+    *_library(
+        "vllm_flash_attn4",
+        "flash_attn",
+        {"gather": "VllmGathered4", "segments": "VllmSegmented4"},
+        check="copy4_check",
+        families=("flash_attn4", "flash_attn", "vllm_flash_attn"),
+        symbols=_VLLM,
         generation=4,
-        in_place=True,
-        vendors=_NVIDIA,
-        archs=_HOPPER | _BIG_BLACKWELL,
-        packages=("flash-attn-4",),
-        head_dims=frozenset(range(8, 129, 8)),
-    ),
-    _library(
-        "vllm_flash_attn4_in_place",
-        _VLLM + _FLASH4,
-        "flash_attn:VllmPaged4",
-        "vllm.vllm_flash_attn:flash_attn_varlen_func",
-        generation=4,
-        in_place=True,
         vendors=_NVIDIA,
         archs=_HOPPER | _BIG_BLACKWELL,
         packages=("vllm",),
-        head_dims=frozenset(range(8, 129, 8)),
+        rules=(narrow_off_hopper,),
     ),
-    _library(
-        "flash_attn2_gather",
-        _FLASH2,
-        "flash_attn:Gathered2",
-        "flash_attn:flash_attn_varlen_func",
+    *_library(
+        "flash_attn2",
+        "flash_attn",
+        {"gather": "Gathered2", "segments": "Segmented2"},
+        check="flash2_check",
+        families=("flash_attn",),
+        symbols=("flash_attn:flash_attn_varlen_func",),
         generation=2,
         vendors=_NVIDIA,
         except_archs=_BEFORE_AMPERE,
         packages=("flash-attn",),
-        versions=("2.5", "3"),
+        versions=_FLASH2,
     ),
-    _library(
-        "vllm_flash_attn2_gather",
-        _VLLM + _FLASH2,
-        "flash_attn:VllmGathered2",
-        "vllm.vllm_flash_attn:flash_attn_varlen_func",
+    *_library(
+        "vllm_flash_attn2",
+        "flash_attn",
+        {"gather": "VllmGathered2", "segments": "VllmSegmented2", "in_place": "VllmPaged2"},
+        check="copy2_check",
+        families=("flash_attn2", "flash_attn", "vllm_flash_attn"),
+        symbols=_VLLM,
         generation=2,
         vendors=_NVIDIA,
         except_archs=_BEFORE_AMPERE,
         packages=("vllm",),
-    ),
-    _library(
-        "vllm_flash_attn2_in_place",
-        _VLLM + _FLASH2,
-        "flash_attn:VllmPaged2",
-        "vllm.vllm_flash_attn:flash_attn_varlen_func",
-        generation=2,
-        in_place=True,
-        vendors=_NVIDIA,
-        except_archs=_BEFORE_AMPERE,
-        packages=("vllm",),
-        head_dims=_BY_8,
         block_sizes=_BY_16,
     ),
-    _library(
-        "flashinfer_gather",
-        ("flashinfer",),
-        "flashinfer:Gathered",
-        "flashinfer:BatchPrefillWithRaggedKVCacheWrapper",
+    *_library(
+        "flashinfer",
+        "flashinfer",
+        {"gather": "Gathered", "in_place": "Paged"},
+        symbols=("flashinfer:BatchPrefillWithPagedKVCacheWrapper",),
         vendors=_NVIDIA,
         except_archs=tokens("Volta"),
         packages=("flashinfer-python",),
         versions=("0.6", None),
-        head_dims=_FLASHINFER_DIMS | {96},
+        head_dims={"in_place": _FLASHINFER_DIMS},
+        features=_REPEATABLE,
     ),
-    _library(
-        "flashinfer_in_place",
-        ("flashinfer",),
-        "flashinfer:Paged",
-        "flashinfer:BatchPrefillWithPagedKVCacheWrapper",
-        in_place=True,
-        vendors=_NVIDIA,
-        except_archs=tokens("Volta"),
-        packages=("flashinfer-python",),
-        versions=("0.6", None),
-        head_dims=_FLASHINFER_DIMS,
-    ),
-    _library(
-        "aiter_gather",
-        ("aiter",),
-        "aiter:Gathered",
-        "aiter.ops.mha:flash_attn_varlen_func",
+    *_library(
+        "aiter",
+        "aiter",
+        {"gather": "Gathered", "segments": "Segmented"},
+        symbols=("aiter.ops.mha:flash_attn_varlen_func",),
         vendors=_AMD,
         archs=_CDNA,
         packages=("amd-aiter",),
     ),
-    _library(
-        "aiter_in_place",
-        ("aiter",),
-        "aiter:Paged",
-        "aiter.ops.mha:mha_batch_prefill_func",
-        in_place=True,
-        whole=False,
-        vendors=_AMD,
-        archs=_CDNA,
-        packages=("amd-aiter",),
-        versions=("0.1.10", None),
-        head_dims=frozenset({64, 96, 128, 256}),
-    ),
-    _library(
+    *_library(
         "aiter_rdna",
-        ("aiter",),
-        "aiter:GatheredRdna",
-        "aiter.ops.triton.mha:flash_attn_varlen_func",
+        "aiter",
+        {"gather": "GatheredRdna", "segments": "SegmentedRdna"},
+        families=("aiter",),
         vendors=_AMD,
         archs=_RDNA,
         packages=("amd-aiter",),
     ),
-    _library(
+    *_library(
         "flash_attn2_rocm",
-        _FLASH2,
-        "flash_attn:GatheredRocm",
-        "flash_attn:flash_attn_varlen_func",
+        "flash_attn",
+        {"gather": "Gathered2", "segments": "Segmented2"},
+        check="flash2_check",
+        families=("flash_attn2", "flash_attn"),
+        symbols=("flash_attn:flash_attn_varlen_func",),
         generation=2,
         vendors=_AMD,
         archs=_ROCM_FLASH,
         packages=("flash-attn",),
-        versions=("2.5", "3"),
+        versions=_FLASH2,
     ),
-    _library(
+    *_library(
         "flashinfer_rocm",
-        ("flashinfer",),
-        "flashinfer:GatheredRocm",
-        "flashinfer:BatchPrefillWithRaggedKVCacheWrapper",
+        "flashinfer",
+        {"gather": "Gathered"},
+        families=("flashinfer",),
         vendors=_AMD,
         archs=frozenset({"gfx942", "gfx950"}),
         packages=("amd-flashinfer",),
-        head_dims=_FLASHINFER_DIMS,
+        features=frozenset(),
     ),
-    _library(
-        "xpu_gather",
-        ("xpu",),
-        "xpu:Gathered",
-        "vllm_xpu_kernels.flash_attn_interface:flash_attn_varlen_func",
+    *_library(
+        "xpu",
+        "xpu",
+        {"gather": "Gathered", "segments": "Segmented"},
+        symbols=("vllm_xpu_kernels.flash_attn_interface:flash_attn_varlen_func",),
         vendors=_INTEL,
         archs=_XE2 | _XE3,
         packages=("vllm-xpu-kernels",),
+        head_dims={"gather": _BY_8},
     ),
-    _library(
-        "xpu_in_place",
-        ("xpu",),
-        "xpu:Paged",
-        "vllm_xpu_kernels.flash_attn_interface:flash_attn_varlen_func",
-        in_place=True,
-        vendors=_INTEL,
-        archs=_XE2,
-        packages=("vllm-xpu-kernels",),
-        versions=("0.1.16.2", None),
-        head_dims=_BY_8,
-        block_sizes=_BY_16,
-    ),
-    _library(
+    *_library(
         "torch_varlen",
-        (),
-        "torch_varlen:Gathered",
-        "torch.nn.attention.varlen:varlen_attn",
-        vendors=_NVIDIA | _AMD,
+        "torch_varlen",
+        {"gather": "Gathered", "segments": "Segmented"},
+        symbols=("torch.nn.attention.varlen:varlen_attn",),
+        vendors=_NVIDIA,
         except_archs=_BEFORE_AMPERE,
         packages=("torch",),
-        versions=("2.10", None),
+        versions=("2.11", None),
     ),
     Backend(
         name="triton",
@@ -346,13 +286,24 @@ BACKENDS: tuple[Backend, ...] = (
             features=frozenset({"in_place", "graph", "deterministic"}),
         ),
     ),
-    _library(
+    *_library(
+        "torch_varlen_rocm",
+        "torch_varlen",
+        {"gather": "Gathered"},
+        families=("torch_varlen",),
+        symbols=("torch.nn.attention.varlen:varlen_attn",),
+        vendors=_AMD,
+        packages=("torch",),
+        versions=("2.11", None),
+    ),
+    *_library(
         "ipex",
-        (),
-        "ipex:Gathered",
-        "intel_extension_for_pytorch.llm.modules:PagedAttention",
+        "ipex",
+        {"gather": "Gathered"},
+        symbols=("intel_extension_for_pytorch.llm.modules:PagedAttention",),
         vendors=_INTEL,
         packages=("intel-extension-for-pytorch",),
+        features=frozenset(),
     ),
     Backend(
         name="sdpa",
