@@ -62,12 +62,12 @@ def attend_decode_kernel(
     PER: tl.constexpr = (ALL + SPLIT - 1) // SPLIT
     d = tl.arange(0, DP)
     d_ok = d < D
+    if PDL:
+        gdc_wait()  # before the first load: whatever ran before, its stores are seen
     p = tl.load(row_pos_ptr + n)
-    table_ptr += tl.load(row_seq_ptr + n).to(tl.int64) * stride_table
+    table_ptr += tl.load(row_seq_ptr + n, mask=p >= 0, other=0).to(tl.int64) * stride_table
     cache_ptr += h * stride_ch
     lo = tl.maximum(p + 1 - LOCAL * BS, 0)
-    if PDL:
-        gdc_wait()
     begin = s * PER
     stop = tl.minimum(begin + PER, ALL)
     if DOT:

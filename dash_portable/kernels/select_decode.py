@@ -36,10 +36,11 @@ def _holds(blk, ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_bloc
     """Do blocks of page `wanted`'s run hold an image of it? Strictly between a block's smallest and largest page there is
     only a page that lies wholly in that block; then role_hit says."""
     if SIDE:
-        pages = tl.load(range_ptr + n * max_blocks + blk, mask=ok, other=0)
+        low = tl.load(range_ptr + (n * max_blocks + blk) * 2, mask=ok, other=0)
+        high = tl.load(range_ptr + (n * max_blocks + blk) * 2 + 1, mask=ok, other=0)
     else:
         pages = read_int32s(aux_ptr + token_at(table_ptr, blk * BS, ok, stride_cb, stride_ct, P) + D + RANGE, ok)
-    low, high = pages & 0xFFFF, (pages >> 16) & 0xFFFF
+        low, high = pages & 0xFFFF, (pages >> 16) & 0xFFFF
     return ok & (low <= wanted) & (wanted <= high) & ((low == wanted) | (high == wanted) | role_hit)
 
 
@@ -119,7 +120,7 @@ def select_row(
     if ROTATE:
         tok, page, num_pages, query_page, extra = row_coordinates(
             n, p, ok, aux_ptr, table_ptr, positions_ptr, pages_ptr, roles_ptr, num_rows, stride_cb, stride_ct,
-            D, P, POSITIONS, PAGE_TABLE if SIDE == 0 else False)  # fmt: skip
+            D, P, POSITIONS, PAGE_TABLE)  # fmt: skip
     else:
         state_ptr = aux_ptr + token_at(table_ptr, p, ok, stride_cb, stride_ct, P) + D + 2
         num_pages, query_page = read_int32(state_ptr + 8, ok), read_int32(state_ptr + 12, ok)
@@ -129,6 +130,8 @@ def select_row(
     count = remote
     wanted = first
     role_hit = first > 0
+    i = tl.arange(0, TILE)
+    held = i < 0  # of a run that is one tile: which blocks hold an image of the page
     if (query_page >= 0) & (remote > 0):
         g = query_page + 1
         if PAGE_TABLE:
@@ -143,19 +146,19 @@ def select_row(
         high = tl.minimum((begin + length - 1) // BS, remote - 1)
         if (length > 0) & (begin >= 0) & (low <= high):
             if low == high:
-                i = tl.arange(0, BT)
-                token = low * BS + i
-                inside = (i < BS) & (token >= begin) & (token < begin + length)
+                t = tl.arange(0, BT)
+                token = low * BS + t
+                inside = (t < BS) & (token >= begin) & (token < begin + length)
                 at = token_at(table_ptr, token, inside, stride_cb, stride_ct, P)
                 role = tl.load(aux_ptr + at + D + ROLE, mask=inside, other=0.0)
                 role_hit = tl.max((role == 1.0).to(tl.int32), 0) > 0
             o = low
             found = low * 0
             while (o <= high) & (found == 0):
-                blk = o + tl.arange(0, TILE)
-                hit = _holds(blk, blk <= high, g, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
-                             stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
-                found = tl.max(hit.to(tl.int32), 0)
+                blk = o + i
+                held = _holds(blk, blk <= high, g, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
+                              stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
+                found = tl.max(held.to(tl.int32), 0)
                 o += TILE
             if found > 0:
                 first = low
@@ -176,13 +179,9 @@ def select_row(
             q0 = r0.to(iq_ptr.dtype.element_ty).to(tl.float32)
             q1 = r1.to(iq_ptr.dtype.element_ty).to(tl.float32)
         factor = scale * (D**-0.5)
-        i = tl.arange(0, TILE)
         if tiles <= 1:
             blk = first + i
-            b_ok = i < count
-            if wanted > 0:
-                b_ok = _holds(blk, b_ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
-                              stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
+            b_ok = (i < count) & (held | (wanted == 0))
             keys = _keys(blk, b_ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb, stride_ct,
                          D, HP, P, BS, SIDE)  # fmt: skip
             _finish(best_of(keys, TILE, 16), p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)

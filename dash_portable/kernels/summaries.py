@@ -82,7 +82,7 @@ def summaries_block_kernel(
 ):  # fmt: skip
     """Grid R * max_blocks: the summary of one complete block from its stored keys, rounded to the cache's type.
 
-    side    [R, max_blocks, D]  summaries; range int32 [R, max_blocks]: smallest page, and largest << 16, of its images
+    side    [R, max_blocks, D]  summaries; range int32 [R, max_blocks, 2]: smallest and largest page of its images, 0 none
     RANGES  the range is made from roles and pages too, else copied
     PREFIX  blocks that end at or before prefix[r] are copied
     WRITE   both go to the free place of the cache instead
@@ -125,7 +125,8 @@ def summaries_block_kernel(
             tl.store(second + D // 2 + half, s1, mask=h_ok)
         else:
             place = r * max_blocks + b
-            tl.store(range_ptr + place, pages)
+            tl.store(range_ptr + place * 2, pages & 0xFFFF)
+            tl.store(range_ptr + place * 2 + 1, (pages >> 16) & 0xFFFF)
             tl.store(side_ptr + place * D + half, s0, mask=h_ok)
             tl.store(side_ptr + place * D + D // 2 + half, s1, mask=h_ok)
 
@@ -147,7 +148,9 @@ def summaries_copy_kernel(
     first = aux_ptr + token_at(table_ptr, b * BS, ok, stride_cb, stride_ct, P)
     second = aux_ptr + token_at(table_ptr, b * BS + 1, ok, stride_cb, stride_ct, P)
     place = r * max_blocks + b
-    tl.store(range_ptr + place, read_int32s(first + RANGE, ok), mask=ok)
+    pages = read_int32s(first + RANGE, ok)
+    tl.store(range_ptr + place * 2, pages & 0xFFFF, mask=ok)
+    tl.store(range_ptr + place * 2 + 1, (pages >> 16) & 0xFFFF, mask=ok)
     to = side_ptr + (place * D)[:, None] + half[None, :]
     tl.store(to, tl.load(first[:, None] + D // 2 + half[None, :], mask=both, other=0.0), mask=both)
     tl.store(to + D // 2, tl.load(second[:, None] + D // 2 + half[None, :], mask=both, other=0.0), mask=both)

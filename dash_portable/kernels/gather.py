@@ -1,0 +1,70 @@
+"""Gather: keys and values of each row's segments out of the paged cache, for libraries that cannot read it in place."""
+
+import triton
+import triton.language as tl
+
+from .primitives import token_at
+
+MASKED = tl.constexpr(-30000.0)  # finite in float16, and far below any logit
+
+
+@triton.jit
+def _row_tokens(n, p, g, ids_ptr, BS: tl.constexpr, BT: tl.constexpr, LOCAL: tl.constexpr, TOPK: tl.constexpr):
+    """Tokens [BT] of piece g of a row (kept blocks, then the local window in pieces of a block), and which exist."""
+    t = tl.arange(0, BT)
+    lo = tl.maximum(p + 1 - LOCAL * BS, 0)
+    far = g < TOPK
+    blk = tl.load(ids_ptr + n * TOPK + g, mask=far, other=-1)
+    token = tl.where(far, blk * BS, lo + (g - TOPK) * BS) + t
+    last = tl.where(far, lo - 1, p)
+    ok = (t < BS) & (token >= 0) & (token <= last) & ((far == 0) | (blk >= 0)) & (p >= 0)
+    return token, ok
+
+
+@triton.jit
+def gather_segments_kernel(
+    cache_ptr, row_pos_ptr, row_seq_ptr, table_ptr, ids_ptr, bias_ptr, key_ptr, value_ptr, used_ptr,
+    stride_cb, stride_ch, stride_ct, stride_table, stride_kt, stride_kh, stride_vt, stride_vh,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+    LOCAL: tl.constexpr, TOPK: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Grid N * (TOPK + LOCAL): one piece of BS tokens of one row, all heads.
+
+    key     [N * (TOPK + LOCAL) * BS, H, >= D], value the same: kept blocks, then the local window; zeros where no key is
+    used    int32 [N, TOPK + 1]: keys of each segment, which stand first in it
+    BIAS    the keys have two columns more: bias * sqrt(D) as a high and a low part, MASKED where no key is. A query with 1
+            in both columns and the scale 1 / sqrt(D) then sees the bias; one segment a row is enough
+    """
+    ALL: tl.constexpr = TOPK + LOCAL
+    g = tl.program_id(0) % ALL
+    n = (tl.program_id(0) // ALL).to(tl.int64)
+    p = tl.load(row_pos_ptr + n)
+    seq = tl.load(row_seq_ptr + n, mask=p >= 0, other=0).to(tl.int64)
+    token, ok = _row_tokens(n, p, g, ids_ptr, BS, BT, LOCAL, TOPK)
+    base = token_at(table_ptr + seq * stride_table, token, ok, stride_cb, stride_ct, P)
+    d = tl.arange(0, DP)
+    t = tl.arange(0, BT)
+    inside = (t < BS)[:, None] & (d < D)[None, :]
+    both = ok[:, None] & (d < D)[None, :]
+    line = (n * ALL + g) * BS + t
+    if BIAS:
+        bias = tl.load(bias_ptr + n * TOPK + g, mask=g < TOPK, other=0.0) * (D**0.5)
+        dtype = key_ptr.dtype.element_ty
+        high = bias.to(dtype)
+        rest = tl.where(ok, bias - high.to(tl.float32), 0.0).to(dtype)
+        first = tl.where(ok, high.to(tl.float32), MASKED).to(dtype)
+    for h in range(H):
+        at = cache_ptr + h * stride_ch + base[:, None] + d[None, :]
+        key_at = key_ptr + (line * stride_kt + h * stride_kh)[:, None] + d[None, :]
+        tl.store(key_at, tl.load(at, mask=both, other=0.0), mask=inside)
+        value_at = value_ptr + (line * stride_vt + h * stride_vh)[:, None] + d[None, :]
+        tl.store(value_at, tl.load(at + D, mask=both, other=0.0), mask=inside)
+        if BIAS:
+            column = key_ptr + line * stride_kt + h * stride_kh + D
+            tl.store(column, first, mask=t < BS)
+            tl.store(column + 1, rest, mask=t < BS)
+    many = tl.sum(ok.to(tl.int32), 0)
+    if g < TOPK:
+        tl.store(used_ptr + n * (TOPK + 1) + g, many)
+    if g == TOPK:
+        tl.store(used_ptr + n * (TOPK + 1) + TOPK, tl.where(p >= 0, tl.minimum(p + 1, LOCAL * BS), 0))

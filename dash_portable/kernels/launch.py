@@ -1,0 +1,157 @@
+"""How each stage is launched, by arch: rows of data, looked up when a step is planned; and the launch itself.
+
+A row says what was measured or, where nobody has run it, what compiles within every card's limits. `ticket` and `dependent`
+are only true on archs where they were run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+EVERYWHERE = "*"
+COORDINATES_TILE = 128
+COORDINATES_WARPS = 4
+STORE_WARPS = 4  # of a tile of one block
+STORE_ROW_WARPS = 1
+SUMMARY_WARPS = 4
+COPY_TILE = 32
+PAGES_TILE = 128
+GROUP = 16  # blocks whose best key goes to memory together
+CHUNK = 256  # most groups that are ranked at once
+
+
+class SelectRow(NamedTuple):
+    """Decode selection for up to `rows` rows whose contexts have up to `blocks` blocks; None: any number.
+
+    tile      blocks scored at once: 16 to 256, a power of two
+    programs  of one launch at most, spread over the rows: more rows, fewer splits
+    """
+
+    rows: int | None = None
+    blocks: int | None = None
+    tile: int = 64
+    programs: int = 1024
+    warps: int = 4
+    ticket: bool = False
+    dependent: bool = False
+
+
+class AttendRow(NamedTuple):
+    """Decode attention for up to `programs` pairs of row and kv head; None: any number."""
+
+    programs: int | None = None
+    split: int = 4
+    warps: int = 1
+    ticket: bool = False
+
+
+SELECT: Mapping[str, tuple[SelectRow, ...]] = {
+    "sm90": (
+        SelectRow(rows=8, blocks=1024, tile=64, ticket=True, dependent=True),
+        SelectRow(rows=8, tile=64, ticket=True, dependent=True),
+        SelectRow(rows=64, tile=64, ticket=True, dependent=True),
+        SelectRow(tile=64, programs=2048, ticket=True, dependent=True),
+    ),
+    EVERYWHERE: (SelectRow(tile=64),),
+}
+ATTEND: Mapping[str, tuple[AttendRow, ...]] = {
+    "sm90": (
+        AttendRow(programs=132, split=16, warps=1, ticket=True),
+        AttendRow(programs=320, split=8, warps=1, ticket=True),
+        AttendRow(programs=1280, split=2, warps=1, ticket=True),
+        AttendRow(split=4, warps=1, ticket=True),
+    ),
+    EVERYWHERE: (
+        AttendRow(programs=64, split=8),
+        AttendRow(programs=1280, split=2),
+        AttendRow(split=1),
+    ),
+}
+FIXED_SPLIT = 4  # of the deterministic mode: the same for any batch
+DOT_WARPS = 4  # of decode attention by matrix products
+
+
+def select_row(arch: str, rows: int, blocks: int) -> SelectRow:
+    for row in SELECT.get(arch, SELECT[EVERYWHERE]):
+        if (row.rows is None or rows <= row.rows) and (row.blocks is None or blocks <= row.blocks):
+            return row
+    raise KeyError(f"no row of SELECT for {arch}, {rows} rows, {blocks} blocks")
+
+
+def attend_row(arch: str, programs: int, deterministic: bool) -> AttendRow:
+    for row in ATTEND.get(arch, ATTEND[EVERYWHERE]):
+        if row.programs is None or programs <= row.programs:
+            return row._replace(split=FIXED_SPLIT) if deterministic else row
+    raise KeyError(f"no row of ATTEND for {arch}, {programs} programs")
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not smaller."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def split_of(row: SelectRow, rows: int, blocks: int) -> int:
+    """Programs of one row: as many as it has tiles, within the launch's budget; a power of two, so that few differ."""
+    tiles = power_of_two(-(-blocks // row.tile))
+    budget = max(1, row.programs // max(rows, 1))
+    return min(tiles, power_of_two(budget + 1) // 2)
+
+
+def turns(theta: float, head_dim: int) -> list[int]:
+    """Turns a unit of position of each pair, times 2**64, as int64: `cos_sin` multiplies and drops whole turns.
+
+    The last pair turns by one radian a page, as pair 0 does a token.
+    """
+    pairs = head_dim // 2 - 1
+    # 1 / (2 pi) in 128 bits, so that the product with a double keeps all of that double.
+    inverse = 0x28BE60DB9391054A7F09D5F47D4D3770
+    values = []
+    for j in [*range(pairs), 0]:
+        top, bottom = (theta ** (-j / pairs)).as_integer_ratio()
+        turn = (inverse * top // bottom + (1 << 63)) >> 64
+        turn &= (1 << 64) - 1
+        values.append(turn - (1 << 64) if turn >> 63 else turn)
+    return values
+
+
+class Launch:
+    """One kernel with its grid and constants. Called with the run-time arguments in the kernel's order.
+
+    A launch through Triton's own door binds and classifies every argument again. Here the compiled kernel is kept by what
+    can change between calls: types and alignment of the tensors, and the integers. Triton's interpreter compiles nothing,
+    and so do versions without a compiled kernel to call: they take the usual door each time.
+    """
+
+    __slots__ = ("_compiled", "_consts", "_direct", "_grid", "_kernel", "_options")
+
+    def __init__(
+        self, kernel: Any, grid: int, consts: tuple[Any, ...], *, warps: int, stages: int = 0, **options: Any
+    ) -> None:
+        self._kernel = kernel
+        self._grid = (grid, 1, 1)
+        self._consts = consts
+        self._options = {"num_warps": warps, **({"num_stages": stages} if stages else {}), **options}
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._direct = hasattr(kernel, "device_caches")  # a function of the interpreter has none
+
+    def __call__(self, *args: Any) -> None:
+        if self._direct:
+            key = tuple([_class(arg) for arg in args])
+            run = self._compiled.get(key)
+            if run is not None:
+                run(*args, *self._consts)
+                return
+        compiled = self._kernel[self._grid](*args, *self._consts, **self._options)
+        if self._direct and hasattr(compiled, "__getitem__"):
+            self._compiled[key] = compiled[self._grid]
+
+
+def _class(arg: Any) -> Any:
+    """What a compiled kernel depends on: a float's value is not part of it, an integer's may be."""
+    kind = type(arg)
+    if kind is float:
+        return kind
+    if kind is int:
+        return arg
+    return arg.dtype, arg.data_ptr() & 15
