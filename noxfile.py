@@ -64,6 +64,12 @@ def audit_full(session: nox.Session) -> None:
     _step(session, "audit-full")
 
 
+@nox.session(name="audit-nvidia")
+def audit_nvidia(session: nox.Session) -> None:
+    """Kernels compiled for NVIDIA's six: Triton 3.4 brings no linker for AMD."""
+    _step(session, "audit-nvidia")
+
+
 @nox.session
 def intel(session: nox.Session) -> None:
     """Intel's Triton: SPIR-V, native code, execution on the CPU."""

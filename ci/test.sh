@@ -19,6 +19,7 @@ cpu          the tests, kernels excepted
 interpreter  the kernels in Triton's interpreter, against the oracle
 audit        kernels compiled for six GPUs, held against their limits
 audit-full   the same for all twelve
+audit-nvidia the same for NVIDIA's six (Triton 3.4 brings no linker for AMD)
 intel        Intel's Triton: SPIR-V, native code, execution on the CPU
 device       the tests on this machine's GPU; red when it is not LANE_VENDOR's
 faults       planted faults are caught"
@@ -48,6 +49,7 @@ audit() {
     "$PYTHON" -m dash_portable.audit --targets "${1:-quick}" --jobs "$JOBS" --cache .cache/triton
 }
 audit-full() { audit all; }
+audit-nvidia() { audit sm80,sm86,sm89,sm90,sm100,sm120; }
 intel() { bash ci/intel/run.sh; }
 device() { "$PYTHON" -m pytest -q tests tests/kernels --require-vendor "$LANE_VENDOR"; }
 faults() { "$PYTHON" -m ci.seeded_faults; }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,9 @@ def _nvidia(kernel: Any, arch: Any) -> dict[str, int]:
     # The compiler picks ptxas or ptxas-blackwell by arch; its own function picks the same one here.
     from triton.backends.nvidia.compiler import get_ptxas
 
+    # Triton 3.4 has one ptxas for all archs.
+    tool = get_ptxas(arch) if signature(get_ptxas).parameters else get_ptxas()
+
     ptx = kernel.asm["ptx"]
     named = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     if named is None:
@@ -44,7 +48,7 @@ def _nvidia(kernel: Any, arch: Any) -> dict[str, int]:
         source.write_text(ptx)
         done = subprocess.run(
             [
-                get_ptxas(arch).path,
+                tool.path,
                 "-v",
                 f"--gpu-name={named.group(1)}",
                 str(source),
