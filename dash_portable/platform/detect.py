@@ -78,18 +78,27 @@ def _described(torch: Any, vendor: Vendor, index: int, seen: tuple[Seen, ...]) -
     return _arch_of(vendor, properties), str(properties.name)
 
 
-def _preferred(torch: Any, findings: tuple[Finding, ...]) -> Vendor:
-    """The vendor of torch's current accelerator; the only usable one when torch does not say."""
+def _usable(torch: Any, findings: tuple[Finding, ...]) -> list[Vendor]:
+    """Vendors with devices, that of torch's current accelerator first."""
     usable = [finding.vendor for finding in findings if finding.count]
-    if len(usable) > 1:
-        try:
-            current = torch.accelerator.current_accelerator()
-        except Exception:  # older or broken builds: our order decides, and the notes name the rest
-            current = None
-        for vendor in usable:
-            if current is not None and current.type == _DEVICE_TYPES[vendor]:
-                return vendor
-    return usable[0] if usable else Vendor.CPU
+    if len(usable) < 2:
+        return usable
+    try:
+        current = torch.accelerator.current_accelerator().type
+    except Exception:  # older or broken builds do not say: our order stands, notes name the rest
+        return usable
+    return sorted(usable, key=lambda vendor: _DEVICE_TYPES[vendor] != current)
+
+
+def _asked_for(device: tuple[str, int], findings: tuple[Finding, ...]) -> list[Vendor]:
+    """The vendor behind a device, none for a CPU; ArgumentError when torch has no such device."""
+    kind, index = device
+    have = [found for found in findings if found.count]
+    behind = [one.vendor for one in have if _DEVICE_TYPES[one.vendor] == kind and index < one.count]
+    if kind != "cpu" and not behind:
+        counts = " ".join(["cpu", *(f"{_DEVICE_TYPES[one.vendor]} ({one.count})" for one in have)])
+        raise found_needed("device", f"{kind}:{index}", f"one that torch has: {counts}")
+    return behind
 
 
 def _notes(
@@ -135,26 +144,21 @@ def platform_of(
     does not have.
     """
     findings = probe(torch)
-    vendor = _preferred(torch, findings)
-    failed = list[str]()
-    if device is not None and device[0] != _DEVICE_TYPES.get(vendor, "cpu"):
-        named = [found.vendor for found in findings if found.count]
-        wanted = [one for one in named if _DEVICE_TYPES[one] == device[0]]
-        if device[0] != "cpu" and not wanted:
-            have = " ".join(["cpu", *(_DEVICE_TYPES[one] for one in named)])
-            raise found_needed("device", f"{device[0]}:{device[1]}", f"one that torch has: {have}")
-        vendor = wanted[0] if wanted else Vendor.CPU
+    candidates = _usable(torch, findings) if device is None else _asked_for(device, findings)
+    vendor, failed = Vendor.CPU, list[str]()
     arch, name, runtime = python_platform.machine().lower(), "", ""
-    if vendor is not Vendor.CPU:
+    for candidate in candidates:
         try:
-            arch, name = _described(torch, vendor, device[1] if device else 0, seen)
-            version = getattr(torch.version, _BUILDS[vendor], None)
-            runtime = f"{_BUILDS[vendor].upper()} {version or ''}".rstrip()
-        except Exception as error:
+            arch, name = _described(torch, candidate, device[1] if device else 0, seen)
+        except Exception as error:  # a device that is counted and does not answer is none
             if device is not None:
-                raise
-            failed.append(f"{vendor} not available: {_why(error)}")
-            vendor = Vendor.CPU
+                needed = f"one that answers ({_why(error)})"
+                raise found_needed("device", f"{device[0]}:{device[1]}", needed) from error
+            failed.append(f"{candidate} not available: {_why(error)}")
+            continue
+        vendor, version = candidate, getattr(torch.version, _BUILDS[candidate], None)
+        runtime = f"{_BUILDS[vendor].upper()} {version or ''}".rstrip()
+        break
     newer = f"{arch} is newer than our table of architectures: settings are conservative"
     known = vendor is Vendor.CPU or arch in KNOWN
     return Platform(
