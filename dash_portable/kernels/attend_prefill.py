@@ -1,0 +1,586 @@
+"""Attention of prefill rows to their chosen blocks and local window, in two forms.
+
+A tile whose rows share few blocks walks the union of them, a bias (or -inf) per row and block, then its local keys, and
+is done. The pairs (row, block) of the other tiles are grouped by block: a program takes rows that chose one block, for all
+heads, and writes a partial result for each pair; a merge adds them to the row's local result. Partial results of one chunk
+of tiles lie in one buffer, whose size is the caller's budget; chunks follow one another through it.
+
+Within a form a row's arithmetic does not depend on the rows beside it: blocks are walked in ascending order, blocks and
+keys that are not the row's add nothing, exactly. With LIMIT = 0 there is one form, and outputs do not depend on the batch.
+"""
+
+import triton
+import triton.language as tl
+
+from .group_rows import TILE_FIELDS
+from .primitives import LOG2E, token_at
+from .union import (
+    ENTRIES,
+    KEYS,
+    invert_offset_kernel,
+    invert_place_kernel,
+    invert_sum_kernel,
+    union_kernel,
+)
+
+
+@triton.jit
+def _block_at(table_row, block, n, ok, stride_cb, stride_ct, P: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets of keys n (0 .. BLOCK - 1) of one sparse block; one look into the table where a cache block holds it whole."""
+    if P % BLOCK == 0:
+        first = block * BLOCK
+        place = tl.load(table_row + first // P, mask=ok, other=0).to(tl.int64)
+        return place * stride_cb + (first % P + n).to(tl.int64) * stride_ct
+    else:
+        token = block * BLOCK + n
+        return token_at(table_row, token, (n >= 0) & ok, stride_cb, stride_ct, P)
+
+
+@triton.jit
+def _load_rows(ptr, at, ok, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
+    """[M, DP] rows at offsets `at` [M]."""
+    d = tl.arange(0, DP)
+    if D == DP and not MASKED:
+        return tl.load(ptr + at[:, None] + d[None, :])
+    else:
+        return tl.load(
+            ptr + at[:, None] + d[None, :], mask=ok[:, None] & (d[None, :] < D), other=0.0
+        )
+
+
+@triton.jit
+def _load_columns(ptr, at, ok, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.constexpr):
+    """[DP, M]: the rows at offsets `at` [M], transposed."""
+    d = tl.arange(0, DP)
+    if D == DP and not MASKED:
+        return tl.load(ptr + at[None, :] + d[:, None])
+    else:
+        return tl.load(
+            ptr + at[None, :] + d[:, None], mask=ok[None, :] & (d[:, None] < D), other=0.0
+        )
+
+
+@triton.jit
+def _add_keys(score, value, top, mass, total):
+    """One more tile of keys into the running softmax; score in units of log2."""
+    new = tl.maximum(top, tl.max(score, 1))
+    safe = tl.where(new == float("-inf"), 0.0, new)  # -inf minus -inf is NaN
+    fade = tl.exp2(top - safe)
+    weight = tl.exp2(score - safe[:, None])
+    mass = mass * fade + tl.sum(weight, 1)
+    total = tl.dot(weight.to(value.dtype), value, total * fade[:, None], input_precision="ieee")
+    return new, mass, total
+
+
+@triton.jit
+def attend_tile_kernel(
+    query_ptr,
+    cache_ptr,
+    table_ptr,
+    tile_ptr,
+    order_ptr,
+    pos_ptr,
+    count_ptr,
+    union_ptr,
+    weight_ptr,
+    mass_ptr,
+    out_ptr,
+    scale,
+    stride_cb,
+    stride_ch,
+    stride_ct,
+    stride_tr,
+    HQ: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOCAL: tl.constexpr,
+    TILE: tl.constexpr,
+    ROOM: tl.constexpr,
+    PAIR: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """One head of a tile: its union, then its local keys. A tile counted -1 has its local keys only, and its mass stored.
+
+    PAIR: blocks of the union in one step, 1 or 2. STEP: local keys in one step, a multiple of BLOCK.
+    """
+    head, t = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(tile_ptr + t * FIELDS)
+    if seq >= 0:
+        r = tl.arange(0, TILE)
+        at = tl.load(tile_ptr + t * FIELDS + 1) + r
+        live = at < tl.load(tile_ptr + t * FIELDS + 2)
+        i = tl.load(order_ptr + at, mask=live, other=0)
+        pos = tl.load(pos_ptr + i, mask=live, other=-1)
+        row = i.to(tl.int64) * (HQ * D) + head * D
+        query = _load_rows(query_ptr, row, live, D, DP, True)
+        keys = cache_ptr + (head // G).to(tl.int64) * stride_ch
+        values = keys + D
+        table_row = table_ptr + seq.to(tl.int64) * stride_tr
+        factor = scale * LOG2E
+        begin = tl.maximum(pos + 1 - LOCAL, 0)  # first local key of each row
+        top = tl.full((TILE,), float("-inf"), tl.float32)
+        mass = tl.zeros((TILE,), tl.float32)
+        total = tl.zeros((TILE, DP), tl.float32)
+
+        count = tl.load(count_ptr + t)
+        room = t.to(tl.int64) * ROOM
+        n = tl.arange(0, BLOCK * PAIR)
+        for j in tl.range(0, tl.maximum(count, 0), PAIR, num_stages=STAGES):
+            block = tl.load(union_ptr + room + j)
+            weight = tl.load(weight_ptr + (room + j) * TILE + r)[:, None]
+            if PAIR == 1:
+                place = _block_at(table_row, block, n, True, stride_cb, stride_ct, P, BLOCK)
+                key = _load_columns(keys, place, n >= 0, D, DP, False)
+                value = _load_rows(values, place, n >= 0, D, DP, False)
+                token = block * BLOCK + n
+            else:
+                both = j + 1 < count
+                other = tl.load(union_ptr + room + j + 1, mask=both, other=0)
+                place = tl.where(
+                    n < BLOCK,
+                    _block_at(table_row, block, n % BLOCK, True, stride_cb, stride_ct, P, BLOCK),
+                    _block_at(table_row, other, n % BLOCK, both, stride_cb, stride_ct, P, BLOCK),
+                )
+                n_ok = (n < BLOCK) | both
+                key = _load_columns(keys, place, n_ok, D, DP, True)
+                value = _load_rows(values, place, n_ok, D, DP, True)
+                token = tl.where(n < BLOCK, block, other) * BLOCK + n % BLOCK
+                b_ok = both & (r >= 0)
+                second = tl.load(
+                    weight_ptr + (room + j + 1) * TILE + r, mask=b_ok, other=float("-inf")
+                )
+                weight = tl.where((n < BLOCK)[None, :], weight, second[:, None])
+            score = tl.dot(query, key, input_precision="ieee") * factor + weight
+            score = tl.where(
+                token[None, :] < begin[:, None], score, float("-inf")
+            )  # the local window wins
+            top, mass, total = _add_keys(score, value, top, mass, total)
+
+        k = tl.arange(0, STEP)
+        last = tl.max(pos, 0)
+        start = tl.maximum(tl.min(tl.where(live, pos, 0x7FFFFFFF), 0) + 1 - LOCAL, 0) // STEP * STEP
+        for t0 in tl.range(start, last + 1, STEP, num_stages=STAGES):
+            token = t0 + k
+            k_ok = token <= last
+            if P % STEP == 0:
+                place = (
+                    tl.load(table_row + t0 // P).to(tl.int64) * stride_cb
+                    + (t0 % P + k).to(tl.int64) * stride_ct
+                )
+            else:
+                place = token_at(table_row, token, k_ok, stride_cb, stride_ct, P)
+            key = _load_columns(keys, place, k_ok, D, DP, True)
+            value = _load_rows(values, place, k_ok, D, DP, True)
+            score = tl.dot(query, key, input_precision="ieee") * factor
+            seen = (token[None, :] >= begin[:, None]) & (token[None, :] <= pos[:, None])
+            score = tl.where(seen, score, float("-inf"))
+            top, mass, total = _add_keys(score, value, top, mass, total)
+
+        d = tl.arange(0, DP)
+        result = total / tl.where(mass > 0, mass, 1.0)[:, None]
+        tl.store(
+            out_ptr + row[:, None] + d[None, :],
+            result.to(out_ptr.dtype.element_ty),
+            mask=live[:, None] & (d[None, :] < D),
+        )
+        if count < 0:
+            tl.store(mass_ptr + i.to(tl.int64) * HQ + head, top + tl.log2(mass), mask=live)
+
+
+@triton.jit(do_not_specialize=["keys_total", "chunk_pairs", "entries", "chunk", "chunk_tile"])
+def attend_pair_kernel(
+    query_ptr,
+    cache_ptr,
+    table_ptr,
+    tile_ptr,
+    order_ptr,
+    pos_ptr,
+    bias_ptr,
+    first_ptr,
+    pair_ptr,
+    entry_ptr,
+    part_ptr,
+    part_mass_ptr,
+    scale,
+    keys_total,
+    chunk_pairs,
+    entries,
+    chunk,
+    chunk_tile,
+    stride_cb,
+    stride_ch,
+    stride_ct,
+    stride_tr,
+    HQ: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOCAL: tl.constexpr,
+    TOPK: tl.constexpr,
+    PAIR_TILE: tl.constexpr,
+    HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """Rows that chose one block against that block, HEADS heads one after another; partial result and mass of each pair."""
+    group = tl.program_id(1)
+    n = tl.arange(0, BLOCK)
+    r = tl.arange(0, PAIR_TILE)
+    d = tl.arange(0, DP)
+    base = tl.load(tile_ptr + chunk_tile * FIELDS + 1)
+    pairs = pair_ptr + tl.full((), 1, tl.int64) * chunk * chunk_pairs
+    records = entry_ptr + tl.full((), 4, tl.int64) * chunk * entries
+    total = tl.load(first_ptr + tl.full((), 1, tl.int64) * chunk * (keys_total + 1) + keys_total)
+    for e in range(tl.program_id(0), total, tl.num_programs(0)):
+        record = records + e * 4
+        seq = tl.load(record).to(tl.int64)
+        block = tl.load(record + 1)
+        at = tl.load(record + 2) + r
+        live = at < tl.load(record + 3)
+        pair = tl.load(pairs + at, mask=live, other=0)
+        i = tl.load(order_ptr + base + pair // TOPK, mask=live, other=0).to(tl.int64)
+        pos = tl.load(pos_ptr + i, mask=live, other=0)
+        bias = tl.load(bias_ptr + i * TOPK + pair % TOPK, mask=live, other=0.0) * LOG2E
+        place = _block_at(
+            table_ptr + seq * stride_tr, block, n, True, stride_cb, stride_ct, P, BLOCK
+        )
+        near = tl.maximum(pos + 1 - LOCAL, 0)
+        seen = (block * BLOCK + n)[None, :] < near[:, None]
+        seen = seen | (live == 0)[:, None]  # a dead row stays finite
+        wide = pair.to(tl.int64) * HQ
+        for head in tl.range(group * HEADS, group * HEADS + HEADS, num_stages=STAGES):
+            keys = cache_ptr + (head // G).to(tl.int64) * stride_ch
+            query = _load_rows(query_ptr, i * (HQ * D) + head * D, live, D, DP, True)
+            key = _load_columns(keys, place, n >= 0, D, DP, False)
+            value = _load_rows(keys + D, place, n >= 0, D, DP, False)
+            score = tl.dot(query, key, input_precision="ieee") * (scale * LOG2E)
+            score = tl.where(seen, score, float("-inf"))
+            top = tl.max(score, 1)
+            weight = tl.exp2(score - top[:, None])
+            mass = tl.sum(weight, 1)
+            part = tl.dot((weight / mass[:, None]).to(value.dtype), value, input_precision="ieee")
+            tl.store(
+                part_ptr + ((wide + head) * D)[:, None] + d[None, :],
+                part.to(part_ptr.dtype.element_ty),
+                mask=live[:, None] & (d[None, :] < D),
+            )
+            tl.store(part_mass_ptr + wide + head, top + tl.log2(mass) + bias, mask=live)
+
+
+@triton.jit(do_not_specialize=["chunk_tile", "num_tiles"])
+def attend_merge_kernel(
+    tile_ptr,
+    order_ptr,
+    count_ptr,
+    ids_ptr,
+    mass_ptr,
+    part_ptr,
+    part_mass_ptr,
+    out_ptr,
+    chunk_tile,
+    num_tiles,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    TOPK: tl.constexpr,
+    W: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """ROWS rows and one head: the local result (in out) and the rows' partial results become the output."""
+    head = tl.program_id(0)
+    t = chunk_tile + tl.program_id(1) // (TILE // ROWS)
+    if t < num_tiles:
+        if tl.load(count_ptr + t) < 0:
+            base = tl.load(tile_ptr + chunk_tile * FIELDS + 1)
+            at = (
+                tl.load(tile_ptr + t * FIELDS + 1)
+                + tl.program_id(1) % (TILE // ROWS) * ROWS
+                + tl.arange(0, ROWS)
+            )
+            live = at < tl.load(tile_ptr + t * FIELDS + 2)
+            i = tl.load(order_ptr + at, mask=live, other=0).to(tl.int64)
+            w = tl.arange(0, W)[None, :]
+            used = (
+                tl.load(ids_ptr + i[:, None] * TOPK + w, mask=live[:, None] & (w < TOPK), other=-1)
+                >= 0
+            )
+            pair = (at - base).to(tl.int64) * TOPK
+            masses = tl.load(
+                part_mass_ptr + (pair[:, None] + w) * HQ + head, mask=used, other=float("-inf")
+            )
+            mass = tl.load(mass_ptr + i * HQ + head, mask=live, other=0.0)
+            top = tl.maximum(mass, tl.max(masses, 1))
+            share = tl.exp2(mass - top)
+            whole = share + tl.sum(tl.exp2(masses - top[:, None]), 1)
+            d = tl.arange(0, DP)
+            d_ok = d[None, :] < D
+            out = out_ptr + (i * HQ + head)[:, None] * D + d[None, :]
+            total = (
+                tl.load(out, mask=live[:, None] & d_ok, other=0.0).to(tl.float32) * share[:, None]
+            )
+            for s in tl.static_range(TOPK):
+                has = tl.load(ids_ptr + i * TOPK + s, mask=live, other=-1) >= 0
+                one = tl.load(part_mass_ptr + (pair + s) * HQ + head, mask=has, other=float("-inf"))
+                part = part_ptr + ((pair + s) * HQ + head)[:, None] * D + d[None, :]
+                part = tl.load(part, mask=has[:, None] & d_ok, other=0.0).to(tl.float32)
+                total += part * tl.exp2(one - top)[:, None]
+            total = total / whole[:, None]
+            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=live[:, None] & d_ok)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def attend_padding_kernel(
+    pos_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
+):
+    """Zeros for the rows that are padding."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    padding = tl.load(pos_ptr + i, mask=i < num_rows, other=0) < 0
+    if tl.max(padding.to(tl.int32), 0) > 0:
+        for o in range(0, WIDTH, STEP):
+            at = o + tl.arange(0, STEP)
+            out = out_ptr + i.to(tl.int64)[:, None] * WIDTH + at[None, :]
+            zero = tl.zeros((ROWS, STEP), tl.float32).to(out_ptr.dtype.element_ty)
+            tl.store(out, zero, mask=padding[:, None] & (at < WIDTH)[None, :])
+
+
+def attend_chunks(num_tiles, heads, width, element, topk, tile, budget):
+    """(chunks, tiles of a chunk) so that a chunk's partial results take at most `budget` bytes, one tile at least."""
+    one = tile * topk * heads * (width * element + 4)
+    chunk_tiles = -(-num_tiles // -(-num_tiles // max(1, min(num_tiles, budget // one))))
+    return -(-num_tiles // chunk_tiles), chunk_tiles
+
+
+def attend_shapes(
+    num_rows, num_seqs, num_tiles, max_blocks, heads, width, element, topk, *, budget, launch
+):
+    """{name: (dtype, shape)} of the scratch of attend_prefill; nothing in it is kept. dtype "query" is the query's.
+
+    num_tiles: rows of the list of tiles; max_blocks: sparse blocks of the longest sequence; element: bytes of one number
+    of the query's dtype; budget: bytes for the partial results of one chunk.
+    """
+    tile = launch.tile
+    chunks, chunk_tiles = attend_chunks(num_tiles, heads, width, element, topk, tile, budget)
+    keys, pairs = num_seqs * max_blocks, chunk_tiles * tile * topk
+    entries = pairs // launch.pair_tile + min(keys, pairs)
+    room = num_tiles * max(launch.union_limit, 1)
+    return {
+        "count": ("int32", (num_tiles,)),
+        "union": ("int32", (room,)),
+        "weight": ("float32", (room, tile)),
+        "mass": ("float32", (num_rows, heads)),
+        "hist": ("int32", (chunks, keys)),
+        "rank": ("int32", (num_rows, topk)),
+        "runs": ("int32", (chunks, -(-keys // KEYS), 2)),
+        "offset": ("int32", (chunks, keys + 1)),
+        "first": ("int32", (chunks, keys + 1)),
+        "pair": ("int32", (chunks, pairs)),
+        "entry": ("int32", (chunks, entries, 4)),
+        "part": ("query", (pairs, heads, width)),
+        "part_mass": ("float32", (pairs, heads)),
+    }
+
+
+def unite(ids, bias, groups, scratch, *, max_blocks, launch):
+    """Unions of all tiles and, for the tiles without one, the lists of pairs by block: up to four launches and a fill."""
+    topk = ids.shape[1]
+    tiles = groups["tiles"]
+    num_tiles = tiles.shape[0]
+    chunks, keys = scratch["hist"].shape
+    chunk_tiles = -(-num_tiles // chunks)
+    wide = 1 << max(topk - 1, 1).bit_length()
+    scratch["hist"].zero_()
+    union_kernel[(num_tiles,)](
+        ids,
+        bias,
+        tiles,
+        groups["order"],
+        scratch["count"],
+        scratch["union"],
+        scratch["weight"],
+        scratch["hist"],
+        scratch["rank"],
+        max_blocks,
+        keys,
+        chunk_tiles,
+        TOPK=topk,
+        W=wide,
+        TILE=launch.tile,
+        LIMIT=launch.union_limit,
+        ROOM=max(launch.union_limit, 1),
+        FIELDS=TILE_FIELDS,
+        num_warps=launch.union_warps,
+    )
+    runs = scratch["runs"].shape[1]
+    if runs > 1:
+        invert_sum_kernel[(runs, chunks)](
+            scratch["hist"],
+            scratch["runs"],
+            keys,
+            runs,
+            STEP=KEYS,
+            TILE=launch.pair_tile,
+            num_warps=8,
+        )
+    invert_offset_kernel[(runs, chunks)](
+        scratch["hist"],
+        scratch["runs"],
+        scratch["offset"],
+        scratch["first"],
+        keys,
+        runs,
+        STEP=KEYS,
+        TILE=launch.pair_tile,
+        num_warps=8,
+    )
+    entries = scratch["entry"].shape[1]
+    entry_programs = -(-entries // ENTRIES)
+    invert_place_kernel[(num_tiles + chunks * entry_programs,)](
+        ids,
+        tiles,
+        groups["order"],
+        scratch["count"],
+        scratch["rank"],
+        scratch["offset"],
+        scratch["first"],
+        scratch["pair"],
+        scratch["entry"],
+        max_blocks,
+        keys,
+        num_tiles,
+        chunk_tiles,
+        scratch["pair"].shape[1],
+        entries,
+        entry_programs,
+        keys.bit_length(),
+        TOPK=topk,
+        W=wide,
+        TILE=launch.tile,
+        PAIR_TILE=launch.pair_tile,
+        ENTRIES=ENTRIES,
+        FIELDS=TILE_FIELDS,
+        num_warps=4,
+    )
+
+
+def attend_prefill(
+    query,
+    cache,
+    block_table,
+    row_pos,
+    ids,
+    bias,
+    groups,
+    scratch,
+    out,
+    *,
+    block,
+    local,
+    max_blocks,
+    launch,
+):
+    """out [N, Hq, D] of a step's rows, grouped by group_rows; padding rows get 0.
+
+    query [N, Hq, D] rotated, contiguous; cache [NB, H + 1, P, 2 D]; block_table int32 [R, blocks]; row_pos int32 [N]; ids
+    int32 [N, topk], -1 unused; bias float32 [N, topk]; groups: what group_rows filled; scratch: the tensors of
+    attend_shapes; launch: the row of launch_prefill that gave the shapes. All launches are queued; nothing is read back.
+    """
+    num_rows, heads, width = query.shape
+    if num_rows == 0:
+        return
+    topk = ids.shape[1]
+    tiles = groups["tiles"]
+    num_tiles = tiles.shape[0]
+    unite(ids, bias, groups, scratch, max_blocks=max_blocks, launch=launch)
+    kv_heads = cache.shape[1] - 1
+    strides = (cache.stride(0), cache.stride(1), cache.stride(2), block_table.stride(0))
+    consts = {
+        "HQ": heads,
+        "G": heads // kv_heads,
+        "D": width,
+        "DP": 1 << max(width - 1, 15).bit_length(),
+        "P": cache.shape[2],
+        "BLOCK": block,
+        "LOCAL": local,
+        "FIELDS": TILE_FIELDS,
+    }
+    rows = (cache, block_table, tiles, groups["order"], row_pos)
+    attend_padding_kernel[(-(-num_rows // 64),)](
+        row_pos, out, num_rows, WIDTH=heads * width, ROWS=64, STEP=64, num_warps=4
+    )
+    attend_tile_kernel[(heads, num_tiles)](
+        query,
+        *rows,
+        scratch["count"],
+        scratch["union"],
+        scratch["weight"],
+        scratch["mass"],
+        out,
+        width**-0.5,
+        *strides,
+        **consts,
+        TILE=launch.tile,
+        ROOM=max(launch.union_limit, 1),
+        PAIR=launch.tile_blocks,
+        STEP=launch.tile_step,
+        STAGES=launch.tile_stages,
+        num_warps=launch.tile_warps,
+        **launch.tile_options,
+    )
+    chunks, keys = scratch["hist"].shape
+    chunk_tiles = -(-num_tiles // chunks)
+    walked = max(h for h in range(1, launch.pair_heads + 1) if heads % h == 0)
+    programs = min(scratch["entry"].shape[1], launch.pair_programs)
+    for chunk in range(chunks):
+        attend_pair_kernel[(programs, heads // walked)](
+            query,
+            *rows,
+            bias,
+            scratch["first"],
+            scratch["pair"],
+            scratch["entry"],
+            scratch["part"],
+            scratch["part_mass"],
+            width**-0.5,
+            keys,
+            scratch["pair"].shape[1],
+            scratch["entry"].shape[1],
+            chunk,
+            chunk * chunk_tiles,
+            *strides,
+            **consts,
+            TOPK=topk,
+            PAIR_TILE=launch.pair_tile,
+            HEADS=walked,
+            STAGES=launch.pair_stages,
+            num_warps=launch.pair_warps,
+        )
+        attend_merge_kernel[(heads, chunk_tiles * (launch.tile // launch.merge_rows))](
+            tiles,
+            groups["order"],
+            scratch["count"],
+            ids,
+            scratch["mass"],
+            scratch["part"],
+            scratch["part_mass"],
+            out,
+            chunk * chunk_tiles,
+            num_tiles,
+            HQ=heads,
+            D=width,
+            DP=consts["DP"],
+            TOPK=topk,
+            W=1 << max(topk - 1, 1).bit_length(),
+            TILE=launch.tile,
+            ROWS=launch.merge_rows,
+            FIELDS=TILE_FIELDS,
+            num_warps=launch.merge_warps,
+        )

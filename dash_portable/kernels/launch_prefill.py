@@ -1,0 +1,53 @@
+"""Launch rows of the prefill kernels: tiles, warps and stages by arch. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class PrefillRow(NamedTuple):
+    """How the prefill kernels are launched on one arch.
+
+    tile            rows of one tile of the grouped order; all kernels share it
+    select_*        groups (blocks of one step), warps, stages and further options of the first pass; redo_warps the second
+    union_limit     largest union of a tile that is walked for all its rows; tiles with more go by block. 0: all go by block
+    tile_*          the tile kernel: blocks of a union in one step (1 or 2), local keys in one step, warps, stages
+    pair_*          the kernel by block: rows of one program, heads it walks, warps, stages, programs at most
+    merge_*         rows and warps of one program of the merge
+    """
+
+    tile: int = 64
+    select_groups: int = 64
+    select_warps: int = 4
+    select_stages: int = 3
+    select_options: Mapping[str, Any] = NOTHING
+    redo_warps: int = 4
+    union_limit: int = 48
+    union_warps: int = 1
+    tile_blocks: int = 1
+    tile_step: int = 32
+    tile_warps: int = 4
+    tile_stages: int = 2
+    tile_options: Mapping[str, Any] = NOTHING
+    pair_tile: int = 64
+    pair_heads: int = 10
+    pair_warps: int = 4
+    pair_stages: int = 3
+    pair_programs: int = 8192
+    merge_rows: int = 4
+    merge_warps: int = 1
+
+
+PREFILL: dict[str, PrefillRow] = {
+    "*": PrefillRow(),
+    "sm90": PrefillRow(),
+}
+
+
+def prefill_row(arch: str) -> PrefillRow:
+    """The row of an arch; archs without one of their own take the general row."""
+    return PREFILL.get(arch, PREFILL["*"])

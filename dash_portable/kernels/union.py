@@ -1,0 +1,200 @@
+"""Unions of a tile's chosen blocks, and the inversion: for every block the rows that chose it.
+
+`unite` walks the distinct blocks of a tile in ascending order. Up to LIMIT of them become the tile's union, with each
+row's bias (-inf: not chosen); a tile with more is counted -1 and its (row, block) pairs go into the lists by block
+that `invert` completes. Pairs are numbered by the row's place in the grouped order, so the tiles of one chunk
+hold one run of numbers and a chunk's partial results fit a buffer of a chosen size.
+"""
+
+import triton
+import triton.language as tl
+
+from .group_rows import TILE_FIELDS
+from .primitives import LOG2E
+
+KEYS = 2048  # (sequence, block) keys of one program of the offsets
+ENTRIES = 256  # of one program of the list of tiles
+
+
+@triton.jit(do_not_specialize=["max_blocks", "keys", "chunk_tiles"])
+def union_kernel(
+    ids_ptr,
+    bias_ptr,
+    tile_ptr,
+    order_ptr,
+    count_ptr,
+    union_ptr,
+    weight_ptr,
+    hist_ptr,
+    rank_ptr,
+    max_blocks,
+    keys,
+    chunk_tiles,
+    TOPK: tl.constexpr,
+    W: tl.constexpr,
+    TILE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ROOM: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """One tile: its union and biases (times log2 e), or its pairs' places in the lists of their blocks."""
+    t = tl.program_id(0)
+    seq = tl.load(tile_ptr + t * FIELDS)
+    if seq >= 0:
+        begin = tl.load(tile_ptr + t * FIELDS + 1)
+        r = tl.arange(0, TILE)
+        w = tl.arange(0, W)[None, :]
+        live = begin + r < tl.load(tile_ptr + t * FIELDS + 2)
+        i = tl.load(order_ptr + begin + r, mask=live, other=0).to(tl.int64)
+        pair_ok = live[:, None] & (w < TOPK)
+        ids = tl.load(ids_ptr + i[:, None] * TOPK + w, mask=pair_ok, other=-1)
+        bias = tl.load(bias_ptr + i[:, None] * TOPK + w, mask=pair_ok, other=0.0) * LOG2E
+        none: tl.constexpr = 0x7FFFFFFF
+        count = tl.zeros((), tl.int32)
+        block = tl.min(tl.min(tl.where(ids >= 0, ids, none), 1), 0)
+        while (block < none) & (count < LIMIT):
+            chosen = ids == block
+            here = tl.sum(tl.where(chosen, bias, 0.0), 1)
+            has = tl.max(chosen.to(tl.int32), 1) > 0
+            at = t.to(tl.int64) * ROOM + count
+            tl.store(weight_ptr + at * TILE + r, tl.where(has, here, float("-inf")))
+            tl.store(union_ptr + at, block)
+            count += 1
+            block = tl.min(tl.min(tl.where(ids > block, ids, none), 1), 0)
+        tl.store(count_ptr + t, tl.where(block < none, -1, count))
+        if block < none:
+            list_at = hist_ptr + (t // chunk_tiles).to(tl.int64) * keys + seq * max_blocks
+            pair_ok = pair_ok & (ids >= 0) & (ids < max_blocks)
+            rank = tl.atomic_add(
+                list_at + ids, tl.full((TILE, W), 1, tl.int32), mask=pair_ok, sem="relaxed"
+            )
+            tl.store(rank_ptr + (begin + r).to(tl.int64)[:, None] * TOPK + w, rank, mask=pair_ok)
+    else:
+        tl.store(count_ptr + t, 0)
+
+
+@triton.jit(do_not_specialize=["keys", "parts"])
+def invert_sum_kernel(hist_ptr, part_ptr, keys, parts, STEP: tl.constexpr, TILE: tl.constexpr):
+    """Pairs and tiles of each run of STEP keys of a chunk; only where there is more than one run."""
+    run, chunk = tl.program_id(0), tl.program_id(1)
+    k = run * STEP + tl.arange(0, STEP)
+    count = tl.load(hist_ptr + chunk.to(tl.int64) * keys + k, mask=k < keys, other=0)
+    tl.store(part_ptr + (chunk * parts + run) * 2, tl.sum(count, 0))
+    tl.store(part_ptr + (chunk * parts + run) * 2 + 1, tl.sum((count + TILE - 1) // TILE, 0))
+
+
+@triton.jit(do_not_specialize=["keys", "parts"])
+def invert_offset_kernel(
+    hist_ptr,
+    part_ptr,
+    offset_ptr,
+    first_ptr,
+    keys,
+    parts,
+    STEP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Where each key's list begins in its chunk's pairs, and its first tile: offset, first [chunks, keys + 1]."""
+    run, chunk = tl.program_id(0), tl.program_id(1)
+    j = tl.arange(0, STEP)
+    pairs = tl.zeros((), tl.int32)
+    tiles = tl.zeros((), tl.int32)
+    if run > 0:
+        for o in range(0, run, STEP):
+            at = part_ptr + (chunk * parts + o + j) * 2
+            pairs += tl.sum(tl.load(at, mask=o + j < run, other=0), 0)
+            tiles += tl.sum(tl.load(at + 1, mask=o + j < run, other=0), 0)
+    k = run * STEP + j
+    count = tl.load(hist_ptr + chunk.to(tl.int64) * keys + k, mask=k < keys, other=0)
+    more = (count + TILE - 1) // TILE
+    out = chunk.to(tl.int64) * (keys + 1)
+    tl.store(offset_ptr + out + k, pairs + tl.cumsum(count, 0) - count, mask=k < keys)
+    tl.store(first_ptr + out + k, tiles + tl.cumsum(more, 0) - more, mask=k < keys)
+    if run == parts - 1:
+        tl.store(offset_ptr + out + keys, pairs + tl.sum(count, 0))
+        tl.store(first_ptr + out + keys, tiles + tl.sum(more, 0))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "max_blocks",
+        "keys",
+        "num_tiles",
+        "chunk_tiles",
+        "chunk_pairs",
+        "entries",
+        "entry_programs",
+        "steps",
+    ]
+)
+def invert_place_kernel(
+    ids_ptr,
+    tile_ptr,
+    order_ptr,
+    count_ptr,
+    rank_ptr,
+    offset_ptr,
+    first_ptr,
+    pair_ptr,
+    entry_ptr,
+    max_blocks,
+    keys,
+    num_tiles,
+    chunk_tiles,
+    chunk_pairs,
+    entries,
+    entry_programs,
+    steps,
+    TOPK: tl.constexpr,
+    W: tl.constexpr,
+    TILE: tl.constexpr,
+    PAIR_TILE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """First num_tiles programs: pairs into the lists. The others: the chunks' tiles of pairs (key, begin, end)."""
+    t = tl.program_id(0)
+    if t < num_tiles:
+        if tl.load(count_ptr + t) < 0:
+            chunk = (t // chunk_tiles).to(tl.int64)
+            seq = tl.load(tile_ptr + t * FIELDS)
+            begin = tl.load(tile_ptr + t * FIELDS + 1)
+            base = tl.load(
+                tile_ptr + (t // chunk_tiles) * chunk_tiles * FIELDS + 1
+            )  # the chunk's first row
+            r = tl.arange(0, TILE)
+            w = tl.arange(0, W)[None, :]
+            live = begin + r < tl.load(tile_ptr + t * FIELDS + 2)
+            i = tl.load(order_ptr + begin + r, mask=live, other=0).to(tl.int64)
+            ids = tl.load(
+                ids_ptr + i[:, None] * TOPK + w, mask=live[:, None] & (w < TOPK), other=-1
+            )
+            pair_ok = (ids >= 0) & (ids < max_blocks)
+            pair = (begin + r).to(tl.int64)[:, None] * TOPK + w
+            rank = tl.load(rank_ptr + pair, mask=pair_ok, other=0)
+            key = chunk * (keys + 1) + seq * max_blocks + ids
+            at = tl.load(offset_ptr + key, mask=pair_ok, other=0) + rank
+            number = (begin - base + r)[:, None] * TOPK + w
+            tl.store(pair_ptr + chunk * chunk_pairs + at, number, mask=pair_ok)
+    else:
+        chunk = ((t - num_tiles) // entry_programs).to(tl.int64)
+        e = (t - num_tiles) % entry_programs * ENTRIES + tl.arange(0, ENTRIES)
+        first = first_ptr + chunk * (keys + 1)
+        offset = offset_ptr + chunk * (keys + 1)
+        low = tl.zeros((ENTRIES,), tl.int32)
+        high = low + keys
+        total = tl.load(first + keys)
+        for _ in range(steps):
+            middle = (low + high) // 2
+            reached = tl.load(first + middle) <= e
+            low = tl.where(reached, middle, low)
+            high = tl.where(reached, high, middle)
+        used = (e < entries) & (e < total)
+        begin = tl.load(offset + low, mask=used, other=0)
+        begin += (e - tl.load(first + low, mask=used, other=0)) * PAIR_TILE
+        end = tl.minimum(begin + PAIR_TILE, tl.load(offset + low + 1, mask=used, other=0))
+        out = entry_ptr + (chunk * entries + e) * 4
+        tl.store(out, low // max_blocks, mask=used)
+        tl.store(out + 1, low % max_blocks, mask=used)
+        tl.store(out + 2, begin, mask=used)
+        tl.store(out + 3, end, mask=used)
