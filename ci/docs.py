@@ -228,18 +228,19 @@ def grid() -> list[Request]:
 
 
 def dispatch() -> Pages:
-    from tests.machines import MACHINES  # here alone: the other pages need no tests
-
     from dash_portable.dispatch import choose
+    from tests.machines import MACHINES  # here alone: the other pages need no tests
 
     folder = ROOT / "tests" / "snapshots"
     pages = dict.fromkeys(folder.glob("*.txt"), "")  # a machine that is gone takes its page along
     for name, platform in MACHINES.items():
+        choices = [choose(request, platform) for request in grid()]
         lines = [f"{name}: {platform}", *(f"  has {p} {v}" for p, v in platform.packages), ""]
-        for request in grid():
-            choice = choose(request, platform)
-            lines += [f"{request}", f"    {choice.backend.name if choice.backend else 'none'}"]
-        pages[folder / f"{name}.txt"] = "\n".join(lines) + "\n"
+        for choice in choices:
+            able = [one.backend.name for one in choice.decisions if one.ok] or ["none"]
+            lines += [f"{choice.request}", f"    {', then '.join(able)}"]
+        lines += ["", "Why, for the first of them:", "", str(choices[0])]
+        pages[folder / f"{name}.txt"] = "\n".join(line.rstrip() for line in lines) + "\n"
     return pages
 
 
