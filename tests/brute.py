@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -408,12 +408,12 @@ class Document:
 
     prompt: Sequence[int]
     decoded: Sequence[int]
-    q: Floats
-    k: Floats
-    v: Floats
-    iq: Floats
-    ik: Floats
-    head_cls: Floats
+    q: Floats = field(repr=False)
+    k: Floats = field(repr=False)
+    v: Floats = field(repr=False)
+    iq: Floats = field(repr=False)
+    ik: Floats = field(repr=False)
+    head_cls: Floats = field(repr=False)
     rule: Rule
 
     @property

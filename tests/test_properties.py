@@ -1,0 +1,287 @@
+"""What must hold for every document, through the public calls on a CPU.
+
+Two runs of one path must agree on every row: their selections are bitwise the same. Against the
+brute force, rows whose margin lies within the arithmetic's error are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dash_portable
+from tests import brute
+from tests.brute import UNDEFINED, Document
+from tests.golden import golden
+from tests.paged import DTYPES, Paged, expected
+from tests.prompts import PROMPTS, document, random_answer
+from tests.strategies import SMALL, cuts, documents
+
+BACKENDS = ("EAGER", "SDPA")
+BLOCK_SIZES = (2, 4, 8, 16, 32)  # divisors and multiples of SMALL's block of 8
+
+some = settings(
+    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+backends = st.sampled_from(BACKENDS)
+block_sizes = st.sampled_from(BLOCK_SIZES)
+
+
+def check_against_brute(paged: Paged, out: torch.Tensor, seq: int = 0) -> int:
+    """Outputs of a whole sequence against the brute force on its cache; how many rows were safe."""
+    assert out.dtype == paged.dtype
+    should = expected(paged, seq)
+    error = np.abs(out.double().numpy() - should.out).max((1, 2), initial=0.0)
+    assert not np.isnan(error).any()
+    assert (error <= should.bound)[should.safe].all()
+    return int(should.safe.sum())
+
+
+def check_same(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Equal but for the order of float sums."""
+    assert first.shape == second.shape
+    scale = max(1.0, float(first.abs().max())) if first.numel() else 1.0
+    assert float((first - second).abs().max()) <= 64 * torch.finfo(first.dtype).eps * scale
+
+
+def check_auxiliary(paged: Paged, of: Document, seq: int = 0) -> None:
+    """Every byte of the auxiliary head, and its keys and summaries, against the brute force."""
+    held, answer_bytes = (
+        paged.stored(seq),
+        brute.auxiliary_bytes(of.roles, paged.where[seq], of.rule),
+    )
+    defined = answer_bytes != UNDEFINED
+    assert (held.auxiliary[defined] == answer_bytes[defined]).all()
+    exact = of.run("float64")
+    numbers = brute.auxiliary_numbers(exact.index_keys, exact.summaries, of.rule)
+    there = ~np.isnan(numbers)
+    # Keys are rounded once; a summary is a sum of rounded keys with rounded weights.
+    bound = 64 * torch.finfo(paged.dtype).eps * np.abs(exact.index_keys).max()
+    assert np.abs(held.auxiliary[there] - numbers[there]).max() <= bound
+
+
+@some
+@given(of=documents(), size=block_sizes, backend=backends, cached=st.booleans(), data=st.data())
+def test_prefill_and_decode_agree_with_the_brute_force(
+    of: Document, size: int, backend: str, cached: bool, data: st.DataObject
+) -> None:
+    paged = Paged([of], size, seed=data.draw(st.integers(0, 99)))
+    chunks = data.draw(cuts(len(of.prompt)))
+    out = paged.run(chunks, backend, cached=cached)
+    check_against_brute(paged, out)
+    check_auxiliary(paged, of)
+
+
+@some
+@given(of=documents(max_decoded=0), backend=backends, prefix=st.booleans(), data=st.data())
+def test_chunks_do_not_matter(
+    of: Document, backend: str, prefix: bool, data: st.DataObject
+) -> None:
+    whole, cut = Paged([of], 16, seed=1), Paged([of], 16, seed=1)
+    expected_out = whole.prefill([len(of.prompt)], backend)
+    check_same(expected_out, cut.prefill(data.draw(cuts(len(of.prompt))), backend, prefix=prefix))
+    check_auxiliary(cut, of)
+
+
+@some
+@given(
+    of=documents(), backend=backends, sizes=st.tuples(block_sizes, block_sizes), seed=st.integers()
+)
+def test_cache_blocks_and_their_order_do_not_matter(
+    of: Document, backend: str, sizes: tuple[int, int], seed: int
+) -> None:
+    first = Paged([of], sizes[0], seed=0)
+    second = Paged([of], sizes[1], seed=abs(seed))
+    whole = [len(of.prompt)]
+    check_same(first.run(whole, backend), second.run(whole, backend))
+
+
+@some
+@given(of=documents(min_decoded=1), backend=backends, data=st.data())
+def test_recomputing_decoded_tokens_in_a_prefill_changes_nothing(
+    of: Document, backend: str, data: st.DataObject
+) -> None:
+    stepwise, recomputed = Paged([of], 8), Paged([of], 8)
+    one_by_one = stepwise.run([len(of.prompt)], backend)
+    check_same(one_by_one, recomputed.prefill(data.draw(cuts(len(of.roles))), backend))
+    check_auxiliary(recomputed, of)
+
+
+@some
+@given(of=documents(min_decoded=1), backend=backends, size=block_sizes, data=st.data())
+def test_cached_rebuilt_and_recomputed_summaries_are_the_same(
+    of: Document, backend: str, size: int, data: st.DataObject
+) -> None:
+    """Also for another owner's cache, whose free place holds anything."""
+    total, last = len(of.roles), len(of.roles) - 1
+    here = [Paged([of], size) for _ in range(5)]
+    for paged in here:
+        paged.run([len(of.prompt)], backend)
+    prefix = data.draw(st.integers(0, total))
+    for paged in here[2:4]:
+        paged.spoil(data.draw(st.sampled_from([0.0, float("nan"), 7.0, 60000.0])))
+    dash_portable.rebuild_summaries(
+        here[3].cache,
+        here[3].table([0], [last]),
+        torch.tensor([last], dtype=torch.int32),
+        here[3].head_cls[0],
+        here[3].config,
+    )
+    row = [(0, last)]
+    outputs = [
+        here[0].decode(row, backend, cached=True),
+        here[1].decode(row, backend, cached=True, prefix_lens=[prefix]),
+        here[2].decode(row, backend, cached=False),
+        here[3].decode(row, backend, cached=True),
+        here[4].decode(row, backend, cached=False),
+    ]
+    for other in outputs[1:]:
+        check_same(outputs[0], other)
+    check_auxiliary(here[3], of)
+
+
+@some
+@given(of=documents().filter(lambda of: of.k.shape[1] == 2), backend=backends)
+def test_a_subset_of_heads_gives_its_part_of_the_output(of: Document, backend: str) -> None:
+    group = of.q.shape[1] // 2
+    whole = Paged([of], 8).run([len(of.prompt)], backend)
+    for head in range(2):
+        mine = slice(head * group, (head + 1) * group)
+        part = replace(of, q=of.q[:, mine], k=of.k[:, head : head + 1], v=of.v[:, head : head + 1])
+        check_same(whole[:, mine], Paged([part], 8).run([len(of.prompt)], backend))
+
+
+@some
+@given(
+    several=st.lists(
+        documents(max_prompt=60, max_decoded=4, min_decoded=1), min_size=2, max_size=4
+    ),
+    backend=backends,
+    cached=st.booleans(),
+    data=st.data(),
+)
+def test_padding_and_neighbours_in_a_batch_change_nothing(
+    several: list[Document], backend: str, cached: bool, data: st.DataObject
+) -> None:
+    one = several[0]
+    same_shape = [
+        replace(document(of.prompt, of.decoded, of.rule, seed=i), head_cls=one.head_cls)
+        for i, of in enumerate(several)
+    ]
+    alone = [Paged([of], 16).run([len(of.prompt)], backend, cached=cached) for of in same_shape]
+    batch = Paged(same_shape, 16, seed=3)
+    for seq, of in enumerate(same_shape):
+        batch.prefill([len(of.prompt)], backend, seq=seq)
+    for step in range(max(len(of.decoded) for of in same_shape)):
+        rows: list[tuple[int, int] | None] = [
+            (seq, len(of.prompt) + step) if step < len(of.decoded) else None
+            for seq, of in enumerate(same_shape)
+        ]
+        rows = data.draw(st.permutations([*rows, None]))
+        out = batch.decode(rows, backend, cached=cached)
+        for i, row in enumerate(rows):
+            if row is None:
+                assert (out[i] == 0).all()
+            else:
+                check_same(alone[row[0]][row[1]], out[i])
+    for seq, of in enumerate(same_shape):
+        check_auxiliary(batch, of, seq)
+
+
+@some
+@given(of=documents(max_prompt=SMALL.local, max_decoded=0), backend=backends)
+def test_within_the_local_window_it_is_causal_attention(of: Document, backend: str) -> None:
+    paged = Paged([of], 4)
+    out = paged.run([len(of.prompt)], backend)
+    exact = of.run()
+    dense = brute.causal(exact.query, exact.keys, exact.values)
+    bound = 64 * 2.0**-23 * max(1.0, float(np.abs(of.v).max()))
+    assert np.abs(out.double().numpy() - dense).max() <= bound
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PROMPTS)
+def test_every_kind_of_prompt_in_every_type(name: str, dtype: str, backend: str) -> None:
+    prompt = PROMPTS[name]
+    of = document(prompt, random_answer(6, seed=1), heads=4, kv_heads=2)
+    paged = Paged([of], 16, dtype)
+    half = len(prompt) // 2
+    out = paged.run([half, len(prompt) - half] if half else [len(prompt)], backend)
+    safe = check_against_brute(paged, out)
+    assert safe > 0.8 * len(of.roles)
+    check_auxiliary(paged, of)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_stored_at_once_is_the_same_cache(name: str) -> None:
+    of = document(PROMPTS[name])
+    paged, stored = Paged([of], 16), Paged([of], 16)
+    total = len(of.prompt)
+    paged.prefill([total])
+    _, k, v, _, ik = stored.inputs(0, 0, total)
+    result = dash_portable.cache_dash_prefill(
+        k, v, ik, stored.roles(0, 0, total), stored.slots(0, 0, total), stored.cache,
+        stored.config, head_cls=stored.head_cls[0],
+    )  # fmt: skip
+    assert result is None
+    assert torch.equal(paged.cache.isnan(), stored.cache.isnan())
+    check_same(paged.cache.nan_to_num(), stored.cache.nan_to_num())
+
+
+def blocks_read(out: np.ndarray, position: int, rule: brute.Rule) -> dict[int, float]:
+    """Kept blocks and biases, from an output that is the share of each block in the attention.
+
+    With zero queries every key weighs exp(bias) of its block; values tell the block of a token.
+    """
+    low = max(position + 1 - rule.local, 0)
+    newest = out[position // rule.block] / (position % rule.block + 1)  # one local key's weight
+    found = {}
+    for block in range(-(-low // rule.block)):
+        remote = min((block + 1) * rule.block, low) - block * rule.block
+        weight = out[block] / newest - (rule.block - remote)  # less its tokens in the window
+        if weight > 1e-4:
+            found[block] = float(np.log(weight / remote))
+    return found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "chunk", "size"),
+    [
+        ("two_pages", 1, 32), ("two_pages", 97, 16), ("two_pages", 0, 128),
+        ("small_blocks_many_pages", 7, 8), ("small_blocks_many_pages", 0, 64),
+        ("shorter_than_window", 7, 16), ("text_between_pages", 97, 64),
+        ("text_between_pages", 7, 8),
+    ],
+)  # fmt: skip
+def test_golden_vectors_end_to_end(name: str, chunk: int, size: int, backend: str) -> None:
+    """Blocks and biases read off the attention's output, with the cache in between."""
+    case = golden(name)
+    of, rule = case.document, case.document.rule
+    total, prompt = len(of.roles), len(of.prompt)
+    values = np.eye(rule.dim)[np.arange(total) // rule.block][:, None]
+    of = replace(of, q=np.zeros_like(of.q[:, :1]), v=values)
+    paged = Paged([of], size)
+    chunk = chunk or prompt
+    lengths = [min(chunk, prompt - at) for at in range(0, prompt, chunk)]
+    out = paged.run(lengths, backend).double().numpy()[:, 0]
+    compared = 0
+    for position, row in enumerate(case.rows):
+        state = paged.stored().auxiliary[position, rule.dim + 2 : rule.dim + 10]
+        assert state @ [1, 256, 65536, 2**24, 0, 0, 0, 0] == row.tok
+        assert state @ [0, 0, 0, 0, 1, 256, 65536, 2**24] == row.page
+        if row.margin <= 1e-3:
+            continue
+        found = blocks_read(out[position], position, rule)
+        assert set(found) == set(row.blocks)
+        for block, bias in zip(row.blocks, row.bias, strict=True):
+            # A block's weight may be 10**-4 of the window's, of which it is the difference.
+            assert abs(found[block] - bias) <= 0.02
+        compared += 1
+    assert compared > 0.95 * total
