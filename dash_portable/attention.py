@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from dash_portable import dispatch
+from dash_portable.backends import sdpa
 from dash_portable.cache import CacheShape
-from dash_portable.checks import INDEX, check_rows, check_tensor, on_host
+from dash_portable.checks import FLOAT, INDEX, check_rows, check_tensor, on_host
 from dash_portable.config import DashConfig
 from dash_portable.errors import found_needed
 from dash_portable.pages import check_roles, prompt_positions
 from dash_portable.plan import DashStep, check_inputs, describe, layer_numbers, trust_of
-from dash_portable.segments.fixed import flash_dash_attention
+from dash_portable.request import Request
+from dash_portable.segments.given import attend_given
+from dash_portable.serve import dtype_name, shared_layer
 from dash_portable.step import Step
 
 __all__ = [
@@ -91,7 +94,7 @@ def cache_dash_prefill(
     # The shared layer rotates queries too; here the keys stand in for them and the result is
     # dropped.
     check_inputs(step, k, k, v, ik, ik, head_cls, cache)
-    dispatch.shared_layer(step).store(k, k, v, ik, ik, cache, head_cls)
+    shared_layer(step).store(k, k, v, ik, ik, cache, head_cls)
 
 
 def paged_dash_prefill(
@@ -199,6 +202,58 @@ def paged_dash_decode(
     return DashStep.of(step, backend).run(q, k, v, iq, ik, cache, head_cls, layer_idx)
 
 
+def flash_dash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    used: Tensor,
+    bias: Tensor,
+    backend: str,
+    bs: int,
+    local: int,
+) -> Tensor:
+    """Attention over gathered segments; gives `[N, Hq, D]`, zeros for a row without any key.
+
+    q     [N, Hq, D]                        rotated queries
+    k, v  [N * (topk * bs + local), H, D]   each row's topk blocks, then its local window
+    used  [N * (topk + 1)]                  keys that count in each segment
+    bias  [N, topk]                         added to the scaled logits of each block
+
+    Libraries take float16 and bfloat16, EAGER and SDPA float32 too. What lies beyond a segment's
+    keys is never looked at. Raises ArgumentError for wrong shapes and unknown backends,
+    UnsupportedError where the backend (FLASH_ATTN without a usable version, say) cannot serve.
+    """
+    check_tensor("q", q, (None, None, None), dtypes=FLOAT, device=q.device)
+    rows, heads, width = q.shape
+    check_tensor("bias", bias, (rows, None), dtypes=(torch.float32, q.dtype), device=q.device)
+    kept = bias.shape[1]
+    for name, size in (("bs", bs), ("local", local)):
+        if size < 8 or size % 8:
+            raise found_needed(name, size, f"a multiple of 8, such as {max(8, size // 8 * 8)}")
+    slots = rows * (kept * bs + local)
+    kv_heads = k.shape[1] if isinstance(k, Tensor) and k.dim() == 3 else None
+    for name, value in (("k", k), ("v", v)):
+        check_tensor(name, value, (slots, kv_heads, width), dtypes=(q.dtype,), device=q.device)
+    check_tensor("used", used, (rows * (kept + 1),), dtypes=INDEX, device=q.device)
+    if heads % k.shape[1]:
+        raise found_needed("q", f"{heads} heads", f"a multiple of k's {k.shape[1]}")
+    request = Request(
+        phase="decode",
+        dtype=dtype_name(q.dtype),
+        cache_dtype=dtype_name(q.dtype),
+        head_dim=width,
+        group_size=heads // k.shape[1],
+        block=bs,
+        block_size=bs,
+    )
+    runner = dispatch.choice_for(request, q.device, backend=backend).required().load()
+    library = getattr(runner, "library", None)
+    if library is not None:
+        return attend_given(library, q, k, v, used, bias.float(), block=bs, local=local)
+    # Eager, sdpa and Triton have no library that wants segments: torch attends them.
+    return sdpa.attend_given(q, k, v, used, bias.float(), block=bs, local=local)
+
+
 def rebuild_summaries(
     cache: Tensor,
     block_table: Tensor,
@@ -226,7 +281,7 @@ def rebuild_summaries(
         device=device,
         sizes={"D": step.head_dim},
     )
-    dispatch.shared_layer(step).rebuild(cache, head_cls)
+    shared_layer(step).rebuild(cache, head_cls)
 
 
 def _check_sequences(step: Step) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from dash_portable import dispatch
 from dash_portable.cache import CacheShape
 from dash_portable.checks import (
     INDEX,
@@ -20,11 +19,13 @@ from dash_portable.checks import (
 )
 from dash_portable.config import DashConfig
 from dash_portable.errors import ArgumentError, found_needed
+from dash_portable.serve import deterministic as wanted_deterministic
+from dash_portable.serve import serve
 from dash_portable.step import Step, Trust, row_positions, rows_of
 
 if TYPE_CHECKING:
     from dash_portable.backends.spec import Runner
-    from dash_portable.dispatch import Choice
+    from dash_portable.choice import Choice
 
 Lengths = Sequence[int] | Tensor
 
@@ -49,6 +50,26 @@ class SharedLayer(Protocol):
         floor: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Store the rows; rotated queries, selected blocks and their biases."""
+
+    def store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        iq: Tensor,
+        ik: Tensor,
+        cache: Tensor,
+        head_cls: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Write the rows' tokens; the rotated queries and index queries."""
+
+    def select(
+        self, index_query: Tensor, cache: Tensor, head_cls: Tensor, scale: float, floor: float
+    ) -> tuple[Tensor, Tensor]:
+        """Blocks of every row, and their biases."""
+
+    def rebuild(self, cache: Tensor, head_cls: Tensor) -> None:
+        """Summaries, page ranges and page starts of whole sequences that another owner stored."""
 
     def refresh(self) -> None:
         """Take over what was changed in place in the step's tensors."""
@@ -133,7 +154,7 @@ class DashStep:
     @classmethod
     def of(cls, step: Step, backend: str | None) -> DashStep:
         """Choose who serves a described step, and let it plan."""
-        choice, shared, runner = dispatch.serve(step, backend)
+        choice, shared, runner = serve(step, backend)
         return cls(step, choice, shared, runner)
 
     def run(
@@ -377,7 +398,7 @@ def describe(
         max_query_len=longest,
         max_seq_len=bound,
         query_lens=None if host_query is None else tuple(host_query),
-        deterministic=dispatch.deterministic(deterministic),
+        deterministic=wanted_deterministic(deterministic),
         graph=graph,
     )
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dash_portable import pages, reference
 from dash_portable.config import DashConfig
+from dash_portable.segments.merge import merge_segments
 from tests import brute
 from tests.golden import CASES, entmax_vectors, golden
 from tests.prompts import PROMPTS, document, random_answer
@@ -288,8 +289,8 @@ def test_merged_segments(seed: int) -> None:
             logit = torch.tensor(keys[at, head // 2] @ query[head] / 8)
             out[0, segment, head] = logit.softmax(0) @ torch.tensor(values[at, head // 2])
             lse[0, segment, head] = logit.logsumexp(0)
-    assert close(reference.merge_segments(out, lse, torch.tensor(bias)[None])[0], exact)
-    nothing = reference.merge_segments(out, torch.full_like(lse, -torch.inf))
+    assert close(merge_segments(out, lse, torch.tensor(bias)[None])[0], exact)
+    nothing = merge_segments(out, torch.full_like(lse, -torch.inf))
     assert nothing.tolist() == torch.zeros(1, 4, 64).tolist()
 
 

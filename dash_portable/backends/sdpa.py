@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dash_portable.backends.eager import gather_rows
+from dash_portable.segments.given import given_slots
 from dash_portable.segments.rows import slot_count
 from dash_portable.step import Step
 
@@ -76,6 +77,35 @@ class Runner:
             grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
         )
         return out.flatten(1, 2)
+
+
+def attend_given(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    used: Tensor,
+    bias: Tensor,
+    *,
+    block: int,
+    local: int,
+) -> Tensor:
+    """Attention over segments that lie side by side, see `flash_dash_attention`."""
+    rows, heads, width = query.shape
+    kept, kv_heads = bias.shape[1], key.shape[1]
+    live = given_slots(used, kept, block=block, local=local)
+    both = [
+        x.float().view(rows, -1, kv_heads, width).masked_fill(~live[..., None, None], 0.0)
+        for x in (key, value)
+    ]
+    prior = bias.repeat_interleave(block, 1)
+    prior = torch.cat([prior, prior.new_zeros(rows, local)], 1)
+    mask = prior.masked_fill(~live, -torch.inf)[:, None, None]
+    # A row without any key would divide by nothing: it may look at its first slot, a zero.
+    mask = mask.masked_fill(~live.any(1)[:, None, None, None], 0.0)
+    grouped = query.float().unflatten(1, (kv_heads, heads // kv_heads))
+    keys, values = (x.transpose(1, 2) for x in both)
+    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+    return out.flatten(1, 2).to(query.dtype)
 
 
 class SequenceBlocks:
