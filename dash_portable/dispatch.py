@@ -228,7 +228,7 @@ def _remembered(request: Request, platform: Platform, backends: tuple[Backend, .
     }
     return Facts(
         self_tests={entry: text for entry, text in verdicts.items() if text is not None},
-        plans=_plans.get((request, platform), {}),
+        plans=dict(_plans.get((request, platform), {})),
         recorded=known.measured,
     )
 
@@ -243,7 +243,7 @@ def _more(choice: Choice, facts: Facts) -> Facts | None:
     row = choice.backend
     if row is None or not row.self_test or choice.forced or row.entry in facts.self_tests:
         return None
-    if any(figure.arch == platform.arch for figure in row.measured):
+    if probe.verified(row, platform):
         return None
     verdict = run_self_test(row, platform)
     return replace(facts, self_tests={**facts.self_tests, row.entry: verdict})
@@ -265,6 +265,15 @@ def settle(
         if more is None:
             return choice
         facts = more
+
+
+def survey(request: Request, platform: Platform, backends: tuple[Backend, ...]) -> Choice:
+    """The choice with every backend that could serve asked whether it imports, for `doctor`."""
+    facts = _remembered(request, platform, backends)
+    first = choose(request, platform, backends=backends, facts=facts)
+    asked = [one.backend for one in (*first.decisions, *first.stages[0].decisions) if one.ok]
+    imports = {row.entry: probe.import_outcome(row, platform).text for row in asked}
+    return choose(request, platform, backends=backends, facts=replace(facts, imports=imports))
 
 
 def platform_for(device: Any, backends: tuple[Backend, ...]) -> Platform:

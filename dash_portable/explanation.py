@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dash_portable import env
+from dash_portable.backends import probe, records
 from dash_portable.choice import Choice
-from dash_portable.dispatch import platform_for, policy_of, settle, table
+from dash_portable.dispatch import platform_for, policy_of, settle, survey, table
+from dash_portable.platform import detect
 from dash_portable.platform.detect import installed
 from dash_portable.platform.facts import Platform, pretended
 from dash_portable.request import PHASES, Request
@@ -51,6 +54,27 @@ def pretended_here(name: str) -> Platform:
     platform = pretended(name, tuple(packages.items()))
     note = "pretended: torch and triton are taken to be there, other packages as installed here"
     return replace(platform, notes=(note,))
+
+
+def report(device: Any = None) -> dict[str, object]:
+    """Everything `doctor` tells, ready for JSON: the machine, the settings, every backend.
+
+    Each backend that could serve is imported; tracebacks of those that failed are included.
+    Raises ArgumentError for a wrong environment.
+    """
+    settings, backends = env.read(), table()
+    platform = platform_for(device, backends)
+    choices = [survey(one, platform, backends) for one in typical_requests()]
+    asked = {one.backend.name: one.backend for choice in choices for one in choice.decisions}
+    traces = {name: probe.known_trace(row, platform) for name, row in asked.items()}
+    return {
+        **detect.report(device),
+        "platform": platform.to_dict(),
+        "settings": dict(settings.sources),
+        "records": str(records.path()),
+        "choices": [choice.to_dict() for choice in choices],
+        "tracebacks": {name: trace for name, trace in traces.items() if trace},
+    }
 
 
 def explain(

@@ -445,6 +445,26 @@ def test_in_a_fresh_process_nothing_is_loaded_started_or_changed(code: str) -> N
     assert done.returncode == 0, done.stderr
 
 
+FORK = """
+import os, torch
+from dash_portable import current_platform
+assert current_platform().vendor.value == "nvidia"
+assert not torch.cuda.is_initialized()
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.ones(2, device="cuda").sum().item() == 2 else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.nvidia
+def test_a_child_forked_after_detection_can_compute() -> None:
+    if detect.current_platform().vendor is not Vendor.NVIDIA:
+        pytest.skip("no NVIDIA device")
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_torch_there_is_a_cpu_and_a_reason() -> None:
     code = """
 import sys

@@ -6,6 +6,10 @@ first; where nothing was measured, this order stands; rows of last resort always
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dash_portable.backends.measured import FIGURES
 from dash_portable.backends.spec import Backend, Capability, Code, Rejection, Rule
 from dash_portable.platform.facts import TRITONS, Platform, Vendor, tokens
 from dash_portable.request import FEATURES, Request
@@ -53,19 +57,32 @@ def one_dtype(platform: Platform, request: Request) -> Rejection | None:
     return Rejection(code=Code.COMBINATION, asked=asked, offers="one dtype for both")
 
 
-def narrow_off_hopper(platform: Platform, request: Request) -> Rejection | None:
-    """FlashAttention 4 has wide heads on Hopper only; a gathered row is wider by its bias."""
-    widest = 120
-    if platform.arch in _HOPPER or request.head_dim <= widest:
+def _wide_on_hopper(widest: int) -> Rule:
+    """FlashAttention 4 has heads wider than 128 columns on Hopper only."""
+
+    def rule(platform: Platform, request: Request) -> Rejection | None:
+        if platform.arch in _HOPPER or request.head_dim <= widest:
+            return None
+        asked, offers = f"{request.head_dim} on {platform.arch}", f"up to {widest}, more on sm90"
+        return Rejection(code=Code.COMBINATION, asked=asked, offers=offers)
+
+    return rule
+
+
+_FLASH4_RULES = {"gather": (_wide_on_hopper(120),), "segments": (_wide_on_hopper(128),)}
+
+
+def no_bfloat16_on_turing(platform: Platform, request: Request) -> Rejection | None:
+    """flashinfer's kernels for Turing are float16 only."""
+    if platform.arch != "sm75" or request.dtype == "float16":
         return None
-    asked, offers = f"{request.head_dim} on {platform.arch}", f"8..{widest} step 8, more on sm90"
-    return Rejection(code=Code.COMBINATION, asked=asked, offers=offers)
+    return Rejection(code=Code.COMBINATION, asked=f"{request.dtype} on sm75", offers="float16")
 
 
 def _library(
     name: str,
     file: str,
-    ways: dict[str, str],
+    ways: Mapping[str, str],
     *,
     vendors: frozenset[Vendor],
     packages: tuple[str, ...],
@@ -75,9 +92,9 @@ def _library(
     archs: frozenset[str] | None = None,
     except_archs: frozenset[str] = frozenset(),
     versions: tuple[str | None, str | None] = (None, None),
-    head_dims: dict[str, frozenset[int]] | None = None,
+    head_dims: Mapping[str, frozenset[int]] | None = None,
     block_sizes: frozenset[int] | None = None,
-    rules: tuple[Rule, ...] = (),
+    rules: Mapping[str, tuple[Rule, ...]] | None = None,
     features: frozenset[str] = _GRAPHS,
     generation: int | None = None,
 ) -> tuple[Backend, ...]:
@@ -85,7 +102,7 @@ def _library(
 
     ways       "gather" one segment a row, bias in extra key columns; "segments" each block and the
                window gathered apart; "in_place" the same through a page table: -> class in `file`
-    head_dims  of a way, where it differs from what the way allows
+    head_dims  of a way, where it differs from what the way allows; `rules` of a way likewise
     features   of every way; segments and in_place have their own beside them
     """
     widths = {"gather": _BY_8_AND_BIAS, "segments": _BY_8, "in_place": _BY_8, **(head_dims or {})}
@@ -116,14 +133,14 @@ def _library(
                 head_dims=widths[way],
                 block_sizes=block_sizes if way == "in_place" else None,
                 features=features | own[way],
-                rules=(one_dtype, *rules),
+                rules=(one_dtype, *(rules or {}).get(way, ())),
             ),
         )
         for way, runner in ways.items()
     )
 
 
-BACKENDS: tuple[Backend, ...] = (
+_LIBRARIES = (
     *_library(
         "flash_attn3",
         "flash_attn",
@@ -160,7 +177,7 @@ BACKENDS: tuple[Backend, ...] = (
         vendors=_NVIDIA,
         except_archs=_BEFORE_AMPERE,
         packages=("flash-attn-4",),
-        rules=(narrow_off_hopper,),
+        rules=_FLASH4_RULES,
     ),
     *_library(
         "vllm_flash_attn4",
@@ -173,7 +190,7 @@ BACKENDS: tuple[Backend, ...] = (
         vendors=_NVIDIA,
         archs=_HOPPER | _BIG_BLACKWELL,
         packages=("vllm",),
-        rules=(narrow_off_hopper,),
+        rules=_FLASH4_RULES,
     ),
     *_library(
         "flash_attn2",
@@ -211,6 +228,7 @@ BACKENDS: tuple[Backend, ...] = (
         packages=("flashinfer-python",),
         versions=("0.6", None),
         head_dims={"in_place": _FLASHINFER_DIMS},
+        rules=dict.fromkeys(("gather", "in_place"), (no_bfloat16_on_turing,)),
         features=_REPEATABLE,
     ),
     *_library(
@@ -274,18 +292,10 @@ BACKENDS: tuple[Backend, ...] = (
         packages=("torch",),
         versions=("2.11", None),
     ),
-    Backend(
-        name="triton",
-        entry="dash_portable.backends.triton:Runner",
-        symbols=_TRITON_SYMBOLS,
-        capability=Capability(
-            vendors=_GPUS,
-            packages=TRITONS,
-            versions=_TRITON,
-            dtypes=_FLOATS,
-            features=frozenset({"in_place", "graph", "deterministic"}),
-        ),
-    ),
+)
+
+# Behind Triton: a gate that nobody has tested, and a library that is archived.
+_LATER = (
     *_library(
         "torch_varlen_rocm",
         "torch_varlen",
@@ -305,6 +315,26 @@ BACKENDS: tuple[Backend, ...] = (
         packages=("intel-extension-for-pytorch",),
         features=frozenset(),
     ),
+)
+
+_ROWS = (
+    *(row for row in _LIBRARIES if row.stages == ("gather",)),
+    Backend(
+        name="triton",
+        entry="dash_portable.backends.triton:Runner",
+        symbols=_TRITON_SYMBOLS,
+        capability=Capability(
+            vendors=_GPUS,
+            packages=TRITONS,
+            versions=_TRITON,
+            dtypes=_FLOATS,
+            features=frozenset({"in_place", "graph", "deterministic"}),
+        ),
+    ),
+    *_LATER,
+    # A call for each of a row's segments costs two to four times a call for the whole row (measured
+    # on sm90), so these serve when they are asked for by name, or when nothing before them can.
+    *(row for row in _LIBRARIES if "merge" in row.stages),
     Backend(
         name="sdpa",
         entry="dash_portable.backends.sdpa:Runner",
@@ -326,6 +356,10 @@ BACKENDS: tuple[Backend, ...] = (
             features=frozenset(FEATURES) - {"graph"},
         ),
     ),
+)
+
+BACKENDS: tuple[Backend, ...] = tuple(
+    replace(row, measured=FIGURES.get(row.name, ())) for row in _ROWS
 )
 
 # The shared layer: who stores, selects, gathers and merges for the backend that attends.

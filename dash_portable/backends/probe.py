@@ -83,12 +83,25 @@ def identity(backend: Backend, platform: Platform) -> tuple[str, ...]:
     return (backend.name, backend.entry, *present, platform.arch, platform.runtime)
 
 
+def verified(backend: Backend, platform: Platform) -> bool:
+    """Whether we ran the library's installed version on this architecture."""
+    packages = [(name, platform.version(name)) for name in backend.capability.packages]
+    present = [f"{name} {version.partition('+')[0]}" for name, version in packages if version]
+    figures = [row for row in backend.measured if row.arch == platform.arch]
+    return any(all(text in row.versions.split(", ") for text in present) for row in figures)
+
+
 def import_outcome(backend: Backend, platform: Platform) -> Outcome:
     """`try_import`, remembered per row, library version and device."""
     key = identity(backend, platform)
     if key not in _imports:
         _imports[key] = try_import(backend, platform)
     return _imports[key]
+
+
+def known_trace(backend: Backend, platform: Platform) -> str:
+    """The traceback of an import that failed here, "" where none did or none was tried."""
+    return _imports.get(identity(backend, platform), Outcome()).trace
 
 
 def plugins(taken: Iterable[str]) -> tuple[Backend, ...]:

@@ -25,7 +25,6 @@ class Code(str, Enum):
     DISABLED = "disabled"
     VENDOR = "vendor"
     ARCH = "arch"
-    PENDING = "pending"
     MISSING = "missing"
     VERSION = "version"
     IMPORT = "import"
@@ -96,7 +95,10 @@ class Capability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One figure of ours: `figure` microseconds on `arch` in `phase`, with versions and date."""
+    """One figure: microseconds on an architecture in a phase, with its origin.
+
+    versions   distributions as "name version", those of the backend's library among them
+    """
 
     arch: str
     phase: str
@@ -136,7 +138,6 @@ class Backend:
     generation  of the flash_attn family: 2, 3 or 4
     self_test   must pass the self-test where nobody has run it
     fallback    of last resort: on a GPU it is never chosen without a warning
-    pending     why there is no adapter yet
     broken      the error text of a plug-in that could not be loaded
     measured    our figures; empty: not run by us
     """
@@ -151,7 +152,6 @@ class Backend:
     generation: int | None = None
     self_test: bool = False
     fallback: bool = False
-    pending: str = ""
     broken: str = ""
     measured: tuple[Measured, ...] = ()
 
@@ -271,8 +271,6 @@ def _install(backend: Backend, platform: Platform, facts: Facts) -> tuple[Reject
     offer, found = backend.capability, list[Rejection]()
     if backend.broken:
         return (Rejection(code=Code.IMPORT, asked="a plug-in", offers=backend.broken),)
-    if backend.pending:
-        found.append(Rejection(code=Code.PENDING, asked="an adapter", offers=backend.pending))
     installed = [(name, platform.version(name)) for name in offer.packages]
     present = [(name, version) for name, version in installed if version is not None]
     if offer.packages and not present:

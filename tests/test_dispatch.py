@@ -1,0 +1,865 @@
+"""The choice: a table of machines, forced names, reasons, facts found late, plug-ins."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dash_portable import dispatch, env, explanation
+from dash_portable.backends import BACKENDS, SHARED, probe, records
+from dash_portable.backends.spec import (
+    Backend,
+    Capability,
+    Code,
+    Facts,
+    Forced,
+    Measured,
+    Policy,
+    Rejection,
+    release,
+)
+from dash_portable.choice import Choice
+from dash_portable.dispatch import choose, policy_of
+from dash_portable.errors import ArgumentError, BackendError, DashError, UnsupportedError
+from dash_portable.platform.facts import ARCHS, DISTRIBUTIONS, Platform, Vendor, pretended
+from dash_portable.request import FEATURES, PHASES, Request
+from tests.machines import MACHINES, asked
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing remembered from another test, and a cache folder of this one's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for variable in env.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+def forced(name: str) -> Policy:
+    return Policy(forced=Forced(name=name, source=f"backend={name!r}", undo="pass backend='AUTO'"))
+
+
+def name_of(choice: Choice) -> str | None:
+    return choice.backend.name if choice.backend else None
+
+
+def answer(choice: Choice, name: str) -> tuple[Rejection, ...]:
+    return next(one.rejections for one in choice.decisions if one.backend.name == name)
+
+
+def codes(choice: Choice, name: str) -> list[Code]:
+    return [rejection.code for rejection in answer(choice, name)]
+
+
+# --- the table ------------------------------------------------------------------------------
+
+EXPECTED = {
+    "h200": "flash_attn3_gather",
+    "a100": "flash_attn2_gather",
+    "b200": "flash_attn2_gather",
+    "rtx5090": "flashinfer_gather",
+    "t4": "triton",
+    "nvidia-bare": "torch_varlen_gather",
+    "nvidia-future": "flash_attn2_gather",
+    "mi300x": "aiter_gather",
+    "mi355x": "aiter_gather",
+    "mi250": "flash_attn2_rocm_gather",
+    "mi300x-flashinfer": "flashinfer_rocm_gather",
+    "rx7900": "flash_attn2_rocm_gather",
+    "strix-halo": "aiter_rdna_gather",
+    "rx6900": "triton",
+    "amd-future": "triton",
+    "b580": "xpu_gather",
+    "pvc": "xpu_gather",
+    "a770": "triton",
+    "b580-bare": "triton",
+    "intel-future": "triton",
+    "cpu": "sdpa",
+    "cpu-no-triton": "sdpa",
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_who_attends(machine: str, phase: str) -> None:
+    choice = choose(asked(phase), MACHINES[machine])
+    assert name_of(choice) == EXPECTED[machine]
+    layer = "eager" if MACHINES[machine].vendor is Vendor.CPU else "triton"
+    assert choice.layer is not None
+    assert choice.layer.name == layer
+
+
+CHANGES: list[tuple[str, dict[str, Any], str]] = [
+    ("h200", {"in_place": True}, "triton"),
+    ("h200", {"lse": True}, "flash_attn3_segments"),
+    ("h200", {"head_dim": 256}, "triton"),
+    ("h200", {"dtype": "float32", "cache_dtype": "float32"}, "triton"),
+    ("h200", {"cache_dtype": "float32"}, "triton"),
+    ("h200", {"deterministic": True}, "flash_attn3_gather"),
+    ("a100", {"deterministic": True}, "flashinfer_gather"),
+    ("b200", {"head_dim": 96}, "flash_attn4_gather"),
+    ("t4", {"dtype": "float16", "cache_dtype": "float16"}, "flashinfer_gather"),
+    ("pvc", {"graph": True}, "xpu_gather"),
+    ("cpu", {"dtype": "float64"}, "eager"),
+    ("cpu", {"lse": True}, "eager"),
+    ("cpu", {"head_dim": 40, "block_size": 24, "group_size": 3}, "sdpa"),
+]
+
+
+@pytest.mark.parametrize(("machine", "changes", "name"), CHANGES, ids=lambda value: str(value))
+def test_what_is_asked_filters_before_order_does(
+    machine: str, changes: dict[str, Any], name: str
+) -> None:
+    request = asked(**changes)
+    choice = choose(request, MACHINES[machine])
+    assert name_of(choice) == name
+    assert set(request.features) <= choice.required().capability.features
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda row: row.name)
+def test_every_backend_is_chosen_somewhere(backend: Backend) -> None:
+    """By name, on a machine of the table with its library installed."""
+    packages = tuple((name, "99") for name in DISTRIBUTIONS if name != "flash-attn")
+    packages += (("flash-attn", "2.8.3"),)
+    rich = [replace(machine, packages=packages) for machine in MACHINES.values()]
+    requests = [asked(), asked(dtype="float16", cache_dtype="float16", head_dim=64)]
+    chosen = [name_of(choose(one, each, forced(backend.name))) for each in rich for one in requests]
+    assert backend.name in chosen
+
+
+@pytest.mark.parametrize("arch", [arch.token for arch in ARCHS] + ["sm130", "gfx1300"])
+def test_every_arch_has_a_verdict_from_every_backend(arch: str) -> None:
+    machine = pretended(arch, (("torch", "2.14.0"), ("triton", "3.8.0")))
+    choice = choose(asked(), machine)
+    assert {one.backend.name for one in choice.decisions} == {row.name for row in BACKENDS}
+    assert choice.required()
+    names = {one.backend.name for one in choice.decisions if one.ok}
+    assert {"triton", "sdpa", "eager"} <= names
+
+
+@pytest.mark.parametrize("arch", ["sm103", "sm120", "sm121", "sm130", "sm86"])
+def test_hopper_only_code_is_refused_as_such(arch: str) -> None:
+    machine = replace(MACHINES["h200"], arch=arch)
+    choice = choose(asked(), machine)
+    (reason,) = answer(choice, "flash_attn3_gather")
+    assert (reason.code, reason.asked, reason.offers) == (Code.ARCH, arch, "sm90")
+    assert not answer(choice, "flash_attn2_gather")
+
+
+def test_each_layer_ends_the_comparison() -> None:
+    bare = replace(MACHINES["h200"], packages=(("torch", "2.8"), ("flash-attn", "3.1")))
+    odd = asked(dtype="float32", cache_dtype="bfloat16", head_dim=40, graph=True)
+    choice = choose(odd, bare, Policy(disabled=(("eager", "disable='eager'"),)))
+    assert codes(choice, "eager") == [Code.DISABLED]
+    assert codes(choice, "aiter_gather") == [Code.VENDOR]
+    assert codes(choice, "flash_attn2_gather") == [Code.VERSION]
+    assert codes(choice, "triton") == [Code.MISSING]
+    rich = replace(bare, packages=(("flash-attn", "2.8.3"),))
+    found = codes(choose(replace(odd, head_dim=41), rich), "flash_attn2_gather")
+    assert found == [Code.DTYPE, Code.HEAD_DIM, Code.COMBINATION]
+
+
+def test_every_rejection_holds_both_sides() -> None:
+    seen = set[Code]()
+    for machine in MACHINES.values():
+        for request in (asked(), asked(dtype="float32", head_dim=41, lse=True, in_place=True)):
+            for one in choose(request, machine).decisions:
+                for reason in one.rejections:
+                    seen.add(reason.code)
+                    assert reason.asked
+                    assert reason.offers
+                    assert f"asked {reason.asked}, offers {reason.offers}" in str(reason)
+    assert {Code.VENDOR, Code.ARCH, Code.MISSING, Code.DTYPE, Code.FEATURE} <= seen
+
+
+def test_versions_are_compared_without_local_and_pre_release_parts() -> None:
+    assert release("2.14.1+cu130") == (2, 14, 1)
+    assert release("4.0.0b36") == (4, 0, 0)
+    assert release("unknown") == ()
+    for version, ok in (("2.10.9+cu130", False), ("2.11.0+cu130", True), ("", True)):
+        machine = replace(MACHINES["nvidia-bare"], packages=(("torch", version),))
+        found = codes(choose(asked(), machine), "torch_varlen_gather")
+        assert found == ([] if ok else [Code.VERSION])
+
+
+def test_a_reason_lists_every_distribution_that_provides_triton() -> None:
+    packages = (("torch", "2.14.0"), ("triton", "3.8.0"), ("pytorch-triton-xpu", "3.7.0"))
+    machine = replace(MACHINES["b580"], packages=packages)
+    facts = Facts(imports={"dash_portable.backends.triton:Runner": "ImportError: no driver"})
+    (reason,) = answer(choose(asked(), machine, facts=facts), "triton")
+    assert reason.asked == "triton 3.8.0 pytorch-triton-xpu 3.7.0 to work"
+    assert reason.offers == "ImportError: no driver"
+
+
+def test_the_table_is_sound() -> None:
+    names = [row.name for row in BACKENDS]
+    assert len(set(names)) == len(names)
+    families = {family for row in BACKENDS for family in row.families}
+    assert not families & set(names)
+    assert {name for row in BACKENDS for name in row.capability.packages} <= set(DISTRIBUTIONS)
+    known = {arch.token for arch in ARCHS}
+    for row in BACKENDS:
+        assert (row.capability.archs or set()) | row.capability.except_archs <= known
+        assert row.entry.startswith("dash_portable.backends.")
+    assert [row.name for row in BACKENDS if row.fallback] == names[-2:] == ["sdpa", "eager"]
+    with pytest.raises(ValueError, match="found \\['telepathy'\\]"):
+        Capability(features=frozenset({"telepathy"}))
+
+
+# --- order ----------------------------------------------------------------------------------
+
+
+def figure(arch: str, microseconds: float, phase: str = "decode") -> Measured:
+    return Measured(
+        arch=arch, phase=phase, figure=microseconds, versions="triton 3.8.0", date="2026-11-30"
+    )
+
+
+def test_the_fastest_measured_comes_first_and_says_so() -> None:
+    rows = tuple(
+        replace(row, measured=(figure("sm90", {"triton": 45.0, "sdpa": 1.0}[row.name]),))
+        if row.name in ("triton", "sdpa")
+        else row
+        for row in BACKENDS
+    )
+    choice = choose(asked(), MACHINES["h200"], backends=rows)
+    assert name_of(choice) == "triton"
+    assert "ok (chosen), measured 45 us on sm90 (triton 3.8.0, 2026-11-30)" in str(choice)
+    assert name_of(choose(asked("prefill"), MACHINES["h200"], backends=rows)) != "triton"
+    assert name_of(choose(asked(), MACHINES["a100"], backends=rows)) == "flash_attn2_gather"
+
+
+def test_this_machines_own_figures_win_over_ours() -> None:
+    ours = tuple(
+        replace(row, measured=(figure("sm90", 10.0),)) if row.name == "triton" else row
+        for row in BACKENDS
+    )
+    facts = Facts(recorded={"flash_attn2_gather": (figure("sm90", 99.0),)})
+    choice = choose(asked(), MACHINES["h200"], backends=ours, facts=facts)
+    assert [one.backend.name for one in choice.decisions][:2] == ["flash_attn2_gather", "triton"]
+
+
+def test_records_survive_the_process_and_a_broken_file(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    records.record_measured("triton", figure("sm90", 45.0))
+    records.record_measured("triton", figure("sm90", 44.0))
+    records.record_verdict(("triton", "3.8.0"), "wrong by 1e-1")
+    read = records._parsed(records.path().read_text())
+    assert read == records.read()
+    assert read.measured == {"triton": (figure("sm90", 44.0),)}
+    assert read.verdicts == {"triton 3.8.0": "wrong by 1e-1"}
+    records._kept.clear()
+    records.path().write_text("{")
+    assert records.read() == records.Records()
+    assert "records.json: not read" in caplog.text
+
+
+def test_records_that_cannot_be_written_are_kept_in_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    records.record_measured("eager", figure("x86_64", 9.0))
+    assert records.read().measured == {"eager": (figure("x86_64", 9.0),)}
+    assert "not written" in caplog.text
+
+
+# --- forced and forbidden -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda row: row.name)
+@pytest.mark.parametrize("machine", ["h200", "mi300x", "b580", "cpu"])
+def test_forced_never_falls_back(machine: str, backend: Backend) -> None:
+    choice = choose(asked(), MACHINES[machine], forced(backend.name))
+    if answer(choice, backend.name):
+        with pytest.raises(UnsupportedError) as raised:
+            choice.required()
+        assert raised.value.choice is choice
+    else:
+        assert choice.required() is backend
+
+
+def test_a_family_takes_its_best_and_nothing_else() -> None:
+    assert name_of(choose(asked(), MACHINES["h200"], forced("flash_attn"))) == "flash_attn3_gather"
+    assert name_of(choose(asked(), MACHINES["h200"], forced("flash_attn2"))) == "flash_attn2_gather"
+    assert name_of(choose(asked(), MACHINES["mi250"], forced("flash_attn"))) == (
+        "flash_attn2_rocm_gather"
+    )
+    in_place = asked(in_place=True)
+    assert name_of(choose(in_place, MACHINES["h200"], forced("FLASH_ATTN"))) == (
+        "flash_attn3_in_place"
+    )
+    assert name_of(choose(in_place, MACHINES["mi250"], forced("flash_attn"))) is None
+
+
+def test_the_refusal_shows_request_reasons_chooser_and_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DASH_PORTABLE_BACKEND", "FlashInfer")
+    policy = policy_of("decode", env.read(), BACKENDS)
+    request = asked(head_dim=40, lse=True)
+    with pytest.raises(UnsupportedError) as raised:
+        choose(request, MACHINES["rtx5090"], policy).required()
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "backend 'flashinfer' cannot serve this request"
+    assert lines[1] == f"request   {request}"
+    assert lines[2] == "platform  nvidia sm120 NVIDIA GeForce RTX 5090, CUDA 13.0"
+    text = str(raised.value)
+    chooser = "rejected (forced by DASH_PORTABLE_BACKEND=FlashInfer)"
+    assert f"flashinfer_in_place        {chooser}\n      head_dim: asked 40" in text
+    assert "flashinfer_gather          " + chooser + "\n      feature: asked lse" in text
+    assert lines[-1].startswith("unset DASH_PORTABLE_BACKEND to let ")
+    assert "flashinfer" not in lines[-1]
+
+
+def test_every_way_to_ask_has_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = asked(dtype="float32", cache_dtype="float32")
+
+    def refusal(policy: Policy) -> str:
+        with pytest.raises(UnsupportedError) as raised:
+            choose(request, MACHINES["a100"], policy).required()
+        return str(raised.value)
+
+    monkeypatch.setenv("DASH_PORTABLE_BACKEND", "decode=flash_attn2")
+    by_environment = policy_of("decode", env.read(), BACKENDS)
+    by_argument = policy_of("decode", env.Settings(), BACKENDS, backend="Flash_Attn2")
+    assert by_environment.forced is not None
+    assert by_argument.forced is not None
+    texts = [
+        refusal(policy).replace(policy.forced.source, "X").replace(policy.forced.undo, "Y")
+        for policy in (by_environment, by_argument)
+        if policy.forced
+    ]
+    assert texts[0] == texts[1]
+    assert refusal(by_argument) == refusal(by_argument)
+
+
+def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASH_PORTABLE_BACKEND", "eager")
+    monkeypatch.setenv("DASH_PORTABLE_DISABLE", "triton")
+    monkeypatch.setenv("DASH_PORTABLE_FA_VERSION", "2")
+    settings = env.read()
+    policy = policy_of(
+        "decode", settings, BACKENDS, backend="triton", disable=["sdpa"], fa_version=3
+    )
+    assert policy.forced is not None
+    assert (policy.forced.name, policy.forced.source) == ("triton", "backend='triton'")
+    assert policy.disabled == (("sdpa", "disable='sdpa'"),)
+    assert policy.generation == (3, "fa_version=3")
+    auto = policy_of("decode", settings, BACKENDS, backend="auto")
+    assert auto.forced is not None
+    assert auto.forced.source == "DASH_PORTABLE_BACKEND=eager"
+
+
+@pytest.mark.parametrize("variable", ["DASH_PORTABLE_BACKEND", "DASH_PORTABLE_DISABLE"])
+def test_an_unknown_backend_in_the_environment(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "flashinfr")
+    with pytest.raises(ArgumentError, match=rf"{variable}: found 'flashinfr'.*nearest: flashinfer"):
+        dispatch.choice_for(asked(), "cpu")
+    with pytest.raises(ArgumentError, match=variable):
+        explanation.explain(platform="sm90")
+
+
+def test_an_unknown_backend_as_an_argument() -> None:
+    with pytest.raises(ArgumentError, match=r"backend: found 'tritn'.*nearest: triton"):
+        dispatch.choice_for(asked(), "cpu", backend="tritn")
+    with pytest.raises(ArgumentError, match="disable: found 'egger'"):
+        dispatch.choice_for(asked(), "cpu", disable=["egger"])
+    with pytest.raises(ArgumentError, match="fa_version: found 5, needed 2, 3 or 4"):
+        dispatch.choice_for(asked(), "cpu", fa_version=5)
+
+
+def test_disabled_is_said_with_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASH_PORTABLE_DISABLE", "FLASH_ATTN,triton")
+    policy = policy_of("decode", env.read(), BACKENDS)
+    choice = choose(asked(), MACHINES["a100"], policy)
+    assert name_of(choice) == "flashinfer_gather"
+    (reason,) = answer(choice, "vllm_flash_attn2_in_place")
+    assert reason.code is Code.DISABLED
+    assert reason.hint == "DASH_PORTABLE_DISABLE=FLASH_ATTN,triton"
+    assert choice.layer is not None
+    assert choice.layer.name == "eager"
+
+
+def test_the_shared_layers_last_resort_stays() -> None:
+    choice = choose(asked(), MACHINES["cpu"], Policy(disabled=(("eager", "disable='eager'"),)))
+    assert name_of(choice) == "sdpa"
+    assert choice.layer is SHARED[-1]
+
+
+def test_the_flash_attn_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASH_PORTABLE_FA_VERSION", "2")
+    policy = policy_of("decode", env.read(), BACKENDS)
+    choice = choose(asked(), MACHINES["h200"], policy)
+    assert name_of(choice) == "flash_attn2_gather"
+    (reason,) = answer(choice, "flash_attn3_gather")
+    assert (reason.asked, reason.offers) == ("flash_attn 2", "flash_attn 3")
+    assert reason.hint == "DASH_PORTABLE_FA_VERSION=2"
+    assert not answer(choice, "triton")
+
+
+# --- stages ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_stage_has_a_verdict(machine: str) -> None:
+    choice = choose(asked(), MACHINES[machine])
+    stages = {stage.name: stage for stage in choice.stages}
+    assert {"store", "select"} <= set(stages)
+    assert set(choice.required().stages) <= set(stages)
+    for stage in stages.values():
+        assert stage.backend is not None
+        assert f"stage     {stage.name}: {stage.backend.name}" in str(choice)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_override_reaches_every_stage_or_says_why_not(phase: str) -> None:
+    eager = choose(asked(phase), MACHINES["h200"], forced("eager"))
+    assert {stage.backend.name for stage in eager.stages if stage.backend} == {"eager"}
+    flash = str(choose(asked(phase), MACHINES["h200"], forced("flash_attn")))
+    assert "stage     store: triton (flash_attn attends, it has no store of its own)" in flash
+
+
+def test_a_broken_triton_leaves_the_stages_to_eager_with_the_reason() -> None:
+    broken = {row.entry: "ImportError: no driver" for row in (*BACKENDS, *SHARED)}
+    facts = Facts(imports={entry: text for entry, text in broken.items() if "triton" in entry})
+    choice = choose(asked(), MACHINES["b580-bare"], facts=facts)
+    assert (name_of(choice), choice.layer and choice.layer.name) == ("sdpa", "eager")
+    assert "triton import: asked pytorch-triton-xpu 3.8.0 to work, offers ImportError" in str(
+        choice
+    )
+
+
+# --- facts found late -----------------------------------------------------------------------
+
+
+class FakeLibrary:
+    """Backends whose modules are made here; what is imported is counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch, self.loaded = monkeypatch, list[str]()
+
+    def row(self, name: str, *, error: Exception | None = None, **changes: Any) -> Backend:
+        """A backend whose import raises `error`, or whose runner records the steps it planned."""
+        library = self
+
+        class Module(ModuleType):
+            def __getattr__(self, attribute: str) -> Any:
+                if attribute != "Runner":
+                    raise AttributeError(attribute)
+                library.loaded.append(name)
+                if error is not None:
+                    raise error
+                return changes.get("runner", FakeRunner)
+
+        self.monkeypatch.setitem(sys.modules, f"fake_{name}", Module(f"fake_{name}"))
+        values = {key: value for key, value in changes.items() if key != "runner"}
+        return Backend(
+            name=name, entry=f"fake_{name}:Runner", **{"capability": Capability(), **values}
+        )
+
+
+class FakeRunner:
+    def __init__(self, step: Any) -> None:
+        self.step = step
+
+
+class RefusingRunner:
+    def __init__(self, step: Any) -> None:
+        raise BackendError("no compiler found")
+
+
+class FullRunner:
+    def __init__(self, step: Any) -> None:
+        raise MemoryError("out of memory: 3 GiB")
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    probe._imports.clear()
+    return FakeLibrary(monkeypatch)
+
+
+def settled(rows: tuple[Backend, ...], policy: Policy | None = None) -> Choice:
+    return dispatch.settle(asked(), MACHINES["cpu"], policy or Policy(), rows)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("gfx1103"),
+        RuntimeError("unknown arch"),
+        OSError("libfoo.so.9: cannot open"),
+        ImportError("undefined symbol"),
+        AttributeError("no attribute 'runtime'"),
+        AssertionError("no GPU"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_library_may_fail_with_anything_and_the_next_serves(
+    library: FakeLibrary, error: Exception
+) -> None:
+    rows = (library.row("first", error=error), library.row("second"), library.row("third"))
+    choice = settled(rows)
+    assert name_of(choice) == "second"
+    (reason,) = answer(choice, "first")
+    assert reason.code is Code.IMPORT
+    assert reason.offers == probe.failed(error).text
+    assert library.loaded == ["first", "second"]
+    assert "Traceback" in probe.import_outcome(rows[0], MACHINES["cpu"]).trace
+    assert settled(rows) == choice
+    assert library.loaded == ["first", "second"]
+
+
+def test_what_is_not_asked_for_is_not_imported(library: FakeLibrary) -> None:
+    rows = (library.row("first", error=KeyError("gfx1103")), library.row("second"))
+    assert name_of(settled(rows, forced("second"))) == "second"
+    assert library.loaded == ["second"]
+    assert name_of(settled(rows, forced("first"))) is None
+
+
+def test_a_missing_symbol_is_named_with_the_file_that_was_imported(
+    library: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stub, or a file of the library's name in the working folder."""
+    (tmp_path / "shadowed.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    row = library.row("first", symbols=("shadowed:jit",))
+    (reason,) = answer(settled((row, library.row("second"))), "first")
+    assert reason.offers == (
+        f"BackendError: shadowed has no jit (imported from {tmp_path / 'shadowed.py'})"
+    )
+    assert "shadowed" not in sys.modules
+
+
+def test_a_library_that_stops_half_way_leaves_nothing_behind(
+    library: FakeLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "halfway").mkdir()
+    (tmp_path / "halfway/__init__.py").write_text("")
+    (tmp_path / "halfway/leaf.py").write_text("raise OSError('libhalf.so: not found')")
+    monkeypatch.syspath_prepend(tmp_path)
+    row = library.row("first", symbols=("halfway.leaf:attend",))
+    (reason,) = answer(settled((row, library.row("second"))), "first")
+    assert reason.offers == "OSError: libhalf.so: not found"
+    assert not [name for name in sys.modules if name.startswith("halfway")]
+
+
+def test_our_own_check_rejects_by_text_and_its_bugs_propagate(library: FakeLibrary) -> None:
+    module = ModuleType("fake_check")
+    module.refuses = lambda platform: f"not on {platform.arch}"  # type: ignore[attr-defined]
+    module.buggy = lambda platform: 1 / 0  # type: ignore[attr-defined]
+    library.monkeypatch.setitem(sys.modules, "fake_check", module)
+    rows = (library.row("first", check="fake_check:refuses"), library.row("second"))
+    (reason,) = answer(settled(rows), "first")
+    assert reason.offers == "not on x86_64"
+    with pytest.raises(ZeroDivisionError):
+        settled((library.row("third", check="fake_check:buggy"),))
+
+
+def test_answers_are_kept_per_version_and_device(library: FakeLibrary) -> None:
+    row = library.row("first", capability=Capability(packages=("torch",)))
+    cpu = MACHINES["cpu"]
+    for machine in (
+        cpu,
+        cpu,
+        replace(cpu, arch="aarch64"),
+        replace(cpu, packages=(("torch", "3"),)),
+    ):
+        probe.import_outcome(row, machine)
+    assert library.loaded == ["first"] * 3
+
+
+def self_test(library: FakeLibrary, answers: dict[str, str]) -> list[str]:
+    """Put a self-test in place that gives these answers; gives the list of what it tested."""
+    tested = list[str]()
+    module = ModuleType("dash_portable.self_test")
+
+    def run(backend: Backend, platform: Platform) -> str:
+        tested.append(backend.name)
+        return answers.get(backend.name, "")
+
+    module.run = run  # type: ignore[attr-defined]
+    library.monkeypatch.setitem(sys.modules, "dash_portable.self_test", module)
+    return tested
+
+
+def test_a_library_nobody_ran_here_must_pass_the_self_test(library: FakeLibrary) -> None:
+    tested = self_test(library, {"first": "wrong by 3e-1"})
+    rows = tuple(library.row(name, self_test=True) for name in ("first", "second", "third"))
+    choice = settled(rows)
+    assert name_of(choice) == "second"
+    (reason,) = answer(choice, "first")
+    assert (reason.code, reason.offers) == (Code.SELF_TEST, "wrong by 3e-1")
+    assert tested == ["first", "second"]
+    records._kept.clear()
+    assert name_of(settled(rows)) == "second"
+    assert tested == ["first", "second"]
+
+
+def test_measured_and_forced_libraries_are_not_tested_again(library: FakeLibrary) -> None:
+    tested = self_test(library, {})
+    measured = library.row("first", self_test=True, measured=(figure("x86_64", 1.0),))
+    assert name_of(settled((measured,))) == "first"
+    assert name_of(settled((library.row("second", self_test=True),), forced("second"))) == "second"
+    assert tested == []
+
+
+def test_another_version_than_the_measured_one_is_tested(library: FakeLibrary) -> None:
+    tested = self_test(library, {})
+    row = library.row(
+        "first",
+        self_test=True,
+        capability=Capability(packages=("torch", "triton")),
+        measured=(replace(figure("x86_64", 1.0), versions="torch 2.13.0, triton 3.7.1"),),
+    )
+    assert name_of(settled((row,))) == "first"
+    assert tested == []
+    newer = replace(MACHINES["cpu"], packages=(("torch", "2.13.0"), ("triton", "3.7.10")))
+    assert name_of(dispatch.settle(asked(), newer, Policy(), (row,))) == "first"
+    assert tested == ["first"]
+
+
+def test_a_failed_self_test_rejects_a_forced_library_too(library: FakeLibrary) -> None:
+    self_test(library, {"first": "wrong by 3e-1"})
+    rows = (library.row("first", self_test=True), library.row("second"))
+    settled(rows)
+    choice = settled(rows, forced("first"))
+    assert name_of(choice) is None
+    assert "self_test: asked fake_first:Runner to pass, offers wrong by 3e-1" in choice.refusal()
+
+
+def test_without_a_self_test_an_unknown_library_is_not_chosen(library: FakeLibrary) -> None:
+    library.monkeypatch.setitem(sys.modules, "dash_portable.self_test", None)
+    rows = (library.row("first", self_test=True), library.row("second"))
+    choice = settled(rows)
+    assert name_of(choice) == "second"
+    assert codes(choice, "first") == [Code.SELF_TEST]
+
+
+# --- calls ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(library: FakeLibrary) -> FakeLibrary:
+    """The table of this process replaced by fakes, on this machine's CPU."""
+    rows = (
+        library.row("first", runner=RefusingRunner),
+        library.row("second"),
+        library.row("full", runner=FullRunner),
+    )
+    library.monkeypatch.setattr(dispatch, "table", lambda: rows)
+    return library
+
+
+STEP: Any = SimpleNamespace(device="cpu")
+
+
+def test_a_library_that_refuses_to_plan_is_remembered(served: FakeLibrary) -> None:
+    for _ in range(2):
+        choice, runner = dispatch.plan(STEP, asked())
+        assert name_of(choice) == "second"
+        assert isinstance(runner, FakeRunner)
+        (reason,) = answer(choice, "first")
+        assert (reason.code, reason.offers) == (Code.PLAN, "BackendError: no compiler found")
+
+
+def test_a_forced_library_that_refuses_to_plan_raises(
+    served: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASH_PORTABLE_BACKEND", "first")
+    for _ in range(2):
+        with pytest.raises(BackendError) as raised:
+            dispatch.plan(STEP, asked())
+        assert "backend 'first' (forced by DASH_PORTABLE_BACKEND=first)" in str(raised.value)
+        assert "BackendError: no compiler found" in str(raised.value)
+
+
+def test_any_failure_while_planning_names_backend_chooser_and_request(served: FakeLibrary) -> None:
+    with pytest.raises(BackendError) as raised:
+        dispatch.plan(STEP, asked(), backend="full")
+    text = str(raised.value)
+    assert "backend 'full' (forced by backend='full') failed while planning" in text
+    assert "MemoryError: out of memory: 3 GiB" in text
+    assert str(asked()) in text
+    assert isinstance(raised.value.__cause__, MemoryError)
+
+
+def test_a_change_of_the_environment_takes_effect_at_the_next_choice(
+    served: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("second", "full", "second"):
+        monkeypatch.setenv("DASH_PORTABLE_BACKEND", name)
+        assert name_of(dispatch.choice_for(asked(), "cpu")) == name
+
+
+def test_a_choice_is_remembered_and_reported_once(
+    served: FakeLibrary, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.monkeypatch.setenv("DASH_PORTABLE_LOG", "choice")
+    with caplog.at_level(logging.INFO, "dash_portable"):
+        first = dispatch.choice_for(asked(), "cpu", backend="second")
+        assert dispatch.choice_for(asked(), "cpu", backend="second") is first
+    assert len(caplog.records) == 1
+    line = "second attends, eager stores and selects (forced by backend='second')"
+    assert line in caplog.text
+    assert capsys.readouterr().err.count(line) == 1
+
+
+def test_determinism_is_asked_of_every_request(served: FakeLibrary) -> None:
+    served.monkeypatch.setenv("DASH_PORTABLE_DETERMINISTIC", "1")
+    with pytest.raises(UnsupportedError, match="feature: asked deterministic, offers none"):
+        dispatch.choice_for(asked(), "cpu")
+
+
+def test_nothing_runs_on_a_pretended_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASH_PORTABLE_PLATFORM", "gfx942")
+    with pytest.raises(UnsupportedError, match="DASH_PORTABLE_PLATFORM=gfx942 is for reports"):
+        dispatch.choice_for(asked(), "cpu")
+    assert explanation.explain().choices[0].platform.arch == "gfx942"
+
+
+def test_one_threads_choice_does_not_reach_another(served: FakeLibrary) -> None:
+    found = dict[str, str | None]()
+
+    def choose_one(backend: str) -> None:
+        for _ in range(20):
+            found[backend] = name_of(dispatch.choice_for(asked(), "cpu", backend=backend))
+
+    threads = [threading.Thread(target=choose_one, args=(name,)) for name in ("second", "full")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"second": "second", "full": "full"}
+    with pytest.raises(ArgumentError):
+        dispatch.choice_for(asked(), "cpu", backend="nobody")
+    assert name_of(dispatch.choice_for(asked(), "cpu")) == "first"
+
+
+def test_the_last_resort_on_a_gpu_warns_once_with_the_reasons(library: FakeLibrary) -> None:
+    rows = (library.row("slow", fallback=True),)
+    library.monkeypatch.setattr(dispatch, "table", lambda: rows)
+    library.monkeypatch.setattr(dispatch, "platform_for", lambda device, rows: MACHINES["rx6900"])
+    library.monkeypatch.setattr(dispatch, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="slow attends on a GPU, slowly") as warned:
+        dispatch.choice_for(asked(), "cuda:0")
+    assert len(warned) == 1
+    assert str(asked()) in str(warned[0].message)
+    dispatch.choice_for(asked("prefill"), "cuda:0")  # warnings are errors: a second one would raise
+
+
+def test_the_doctor_asks_everybody_and_keeps_tracebacks(library: FakeLibrary) -> None:
+    rows = (library.row("good"), library.row("bad", error=KeyError("gfx1103")), library.row("last"))
+    library.monkeypatch.setattr(explanation, "table", lambda: rows)
+    told = json.loads(json.dumps(explanation.report("cpu")))
+    assert library.loaded == ["good", "bad", "last"]
+    assert [one["chosen"] for one in told["choices"]] == ["good", "good"]
+    assert "KeyError: 'gfx1103'" in told["tracebacks"]["bad"]
+    assert set(told["tracebacks"]) == {"bad"}
+    assert {"python", "platform", "probes", "seen", "visible_devices", "settings"} <= set(told)
+
+
+# --- plug-ins -------------------------------------------------------------------------------
+
+
+def install(folder: Path, name: str, points: str, source: str = "") -> None:
+    """A distribution with entry points, and its module."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[dash_portable.backends]\n{points}\n")
+    (folder / f"{name}.py").write_text(source)
+
+
+GOOD = """
+from dash_portable.backends.spec import Backend, Capability
+class Runner:
+    def __init__(self, step): pass
+NEEDS = Capability(packages=("good_plugin",))
+ROW = Backend(name="mine", entry="good_plugin:Runner", capability=NEEDS)
+TWICE = Backend(name="triton", entry="good_plugin:Runner", capability=Capability())
+"""
+
+
+def test_plug_ins_good_and_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        tmp_path,
+        "good_plugin",
+        "mine = good_plugin:ROW\ntaken = good_plugin:TWICE\nnothing = good_plugin:Runner",
+        GOOD,
+    )
+    install(tmp_path, "bad_plugin", "bad = bad_plugin:ROW", "raise RuntimeError('half a plug-in')")
+    monkeypatch.syspath_prepend(tmp_path)
+    dispatch.forget()
+    rows = {row.name: row for row in dispatch.table()}
+    assert list(rows)[-len(BACKENDS) :] == [row.name for row in BACKENDS]
+    choice = dispatch.choice_for(asked(), "cpu")
+    assert name_of(choice) == "mine"
+    assert name_of(dispatch.choice_for(asked(), "cpu", backend="MINE")) == "mine"
+    assert choice.platform.version("good_plugin") == "1.0"
+    assert answer(choice, "bad")[0].offers == "RuntimeError: half a plug-in"
+    assert answer(choice, "taken")[0].offers == "the name triton is taken"
+    assert "no Backend" in answer(choice, "nothing")[0].offers
+    with pytest.raises(UnsupportedError, match="half a plug-in"):
+        dispatch.choice_for(asked(), "cpu", backend="bad")
+    for name in ("good_plugin", "bad_plugin"):
+        sys.modules.pop(name, None)
+
+
+# --- explain --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*(arch.token for arch in ARCHS), "cpu"])
+def test_explain_on_a_laptop(name: str) -> None:
+    found = explanation.explain(platform=name)
+    assert [one.request.phase for one in found.choices] == list(PHASES)
+    text = str(found)
+    for row in BACKENDS:
+        assert f"  {row.name} " in text
+    assert "pretended: torch and triton are taken to be there" in text
+    data = json.loads(found.to_json())
+    assert [one["chosen"] for one in data] == [name_of(one) for one in found.choices]
+    assert {one["backend"] for one in data[0]["decisions"]} == {row.name for row in BACKENDS}
+    assert set(data[0]["stages"]) >= {"store", "select"}
+
+
+def test_explain_never_raises_because_nobody_can() -> None:
+    found = explanation.explain(asked(), "gfx1030", backend="flashinfer")
+    assert found.choices[0].backend is None
+    assert "backend 'flashinfer' cannot serve this request" in str(found)
+    assert "pass backend='AUTO' to let triton run" in str(found)
+    with pytest.raises(ArgumentError, match="platform: found 'gfx94x'"):
+        explanation.explain(platform="gfx94x")
+
+
+def test_explain_takes_a_platform_and_this_process() -> None:
+    facts = MACHINES["mi300x"]
+    assert explanation.explain(asked(), replace(facts, pretended=True)).choices[
+        0
+    ].platform.arch == ("gfx942")
+    assert explanation.explain(asked()).choices[0].required().name == "sdpa"
+
+
+def test_a_choice_is_a_value() -> None:
+    choice = choose(asked(), MACHINES["h200"])
+    assert choice == choose(asked(), MACHINES["h200"])
+    assert hash(choice.request) == hash(asked())
+    assert json.loads(choice.to_json())["chosen"] == "flash_attn3_gather"
+    assert {field.name for field in fields(Request)} == set(choice.request.to_dict())
+    assert set(FEATURES) < {field.name for field in fields(Request)}
+    assert issubclass(UnsupportedError, DashError)
