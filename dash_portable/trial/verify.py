@@ -155,14 +155,28 @@ class Oracle:
         note = f"{close} near ties" if close else ""
         return Check(name="selection", rows=len(rows), error=wrong, allowed=0, note=note)
 
-    def _candidates(self, position: Tensor, blocks: int) -> Tensor:
-        """Which blocks each row may choose from, `[n, blocks]`, from roles alone."""
+    def _own(self, position: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+        """Remote blocks of each row, and those of them that show its page, both `[n, blocks]`."""
         size = self.feed.config.block
         remote = torch.arange(blocks) <= (position // size - self.feed.config.local_blocks)[:, None]
         pages = self.image_page[: blocks * size].view(blocks, size)
-        wanted = self.coordinates[position, 3]
-        own = (pages[None] == wanted[:, None, None]).any(2) & (wanted >= 0)[:, None] & remote
+        low, high = pages.masked_fill(pages < 0, 1 << 30).amin(1), pages.amax(1)
+        wanted = self.coordinates[position, 3][:, None]
+        own = (low <= wanted) & (wanted <= high) & (wanted >= 0) & remote
+        for row, block in (own & (low < wanted) & (wanted < high)).nonzero().tolist():
+            own[row, block] = bool((pages[block] == wanted[row]).any())
+        return remote, own
+
+    def _candidates(self, position: Tensor, blocks: int) -> Tensor:
+        """Which blocks each row may choose from, `[n, blocks]`, from roles alone."""
+        remote, own = self._own(position, blocks)
         return torch.where(own.any(1, keepdim=True), own, remote)
+
+    def bound(self, position: Tensor) -> Tensor:
+        """Whether rows at `position [n]` are bound to blocks of their own page, `[n]` bool."""
+        blocks = len(self.image_page) // self.feed.config.block
+        parts = [self._own(part, blocks)[1].any(1) for part in torch.split(position, 4096)]
+        return torch.cat(parts)
 
     def _attention(self, layer: int, ran: Ran, rows: Tensor, token: Tensor) -> Check:
         """Outputs for the blocks and biases that were chosen, from the stored cache.
