@@ -21,7 +21,7 @@ from dash_portable.config import DashConfig
 from dash_portable.errors import ArgumentError, found_needed
 from dash_portable.serve import deterministic as wanted_deterministic
 from dash_portable.serve import serve
-from dash_portable.step import Step, Trust, row_positions, rows_of
+from dash_portable.step import Step, Trust, facts_text, row_positions, rows_of
 
 if TYPE_CHECKING:
     from dash_portable.backends.spec import Runner
@@ -81,7 +81,9 @@ class DashStep:
     def __init__(self, step: Step, choice: Choice, shared: SharedLayer, runner: Runner) -> None:
         self.step = step
         self.choice = choice
+        self.backend = choice.required().name
         self.selection: tuple[Tensor, Tensor] | None = None
+        self.facts = ""
         self._shared = shared
         self._runner = runner
 
@@ -149,7 +151,9 @@ class DashStep:
             deterministic=deterministic,
             graph=graph,
         )
-        return cls.of(step, backend)
+        planned = cls.of(step, backend)
+        planned.facts = facts_text(step)  # made here: a compiled program may only read it
+        return planned
 
     @classmethod
     def of(cls, step: Step, backend: str | None) -> DashStep:

@@ -6,8 +6,9 @@ read it when they plan, and the same step serves all layers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 
 import torch
@@ -126,3 +127,22 @@ def rows_of(query_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Te
     start[1:] = lengths.cumsum(0)
     row_seq = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     return row_seq.int().to(device), start.int().to(device)
+
+
+def facts_text(step: Step) -> str:
+    """What a step is beyond its tensors, as one text; equal steps give equal texts."""
+    shape = step.cache_shape
+    return json.dumps(
+        {
+            "config": asdict(step.config),
+            "cache": asdict(shape),
+            "heads": step.heads,
+            "trust": step.trust.value,
+            "recomputed": step.recomputed,
+            "max_query_len": step.max_query_len,
+            "max_seq_len": step.max_seq_len,
+            "query_lens": step.query_lens,
+            "deterministic": step.deterministic,
+            "graph": step.graph,
+        }
+    )
