@@ -1,8 +1,9 @@
-"""Pictures: which blocks each row of a document read, and how backends compare. Needs matplotlib."""
+"""Pictures: which blocks each row of a document read, and how backends compare (matplotlib)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def _runs(document: Document) -> list[tuple[str, int, int]]:
     starts = [i for i, role in enumerate(prompt[:end]) if role == MARKER]
     edges = [*starts, end]
     runs = [("", 0, edges[0])] if edges[0] else []
-    runs += [(f"page {i + 1}", a, b) for i, (a, b) in enumerate(zip(edges, edges[1:]))]
+    runs += [(f"page {i + 1}", a, b) for i, (a, b) in enumerate(pairwise(edges))]
     return [*runs, ("instruction", end, len(prompt))] if end < len(prompt) else runs
 
 
@@ -65,11 +66,11 @@ def _pooled(dots: Tensor) -> Tensor:
     if wide == 1:
         return dots
     pad = wide * -(-dots.shape[1] // wide) - dots.shape[1]
-    full = torch.nn.functional.pad(dots, (0, 0, 0, pad), value=1.0)
-    full = full.unflatten(1, (-1, wide))
+    full: Tensor = torch.nn.functional.pad(dots, (0, 0, 0, pad), value=1.0)
+    full = full.view(len(full), -1, wide, 3)
     darkest = full.sum(-1).argmin(2)
     at = darkest[..., None, None].expand(*darkest.shape, 1, 3)
-    return full.gather(2, at).squeeze(2)
+    return torch.gather(full, 2, at)[:, :, 0]
 
 
 def _sample(first: int, last: int) -> Tensor:
