@@ -157,6 +157,16 @@ def test_hopper_only_code_is_refused_as_such(arch: str) -> None:
     assert not answer(choice, "flash_attn2_gather")
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, *SHARED], ids=lambda row: row.entry)
+def test_every_row_names_an_adapter_that_exists(backend: Backend) -> None:
+    """Adapters import their library when they plan, so the modules load without it."""
+    if "triton" in backend.name:
+        pytest.importorskip("triton")
+    assert callable(backend.load())
+    if backend.check:
+        assert callable(probe.attribute(backend.check))
+
+
 def test_each_layer_ends_the_comparison() -> None:
     bare = replace(MACHINES["h200"], packages=(("torch", "2.8"), ("flash-attn", "3.1")))
     odd = asked(dtype="float32", cache_dtype="bfloat16", head_dim=40, graph=True)
