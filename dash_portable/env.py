@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dash_portable.errors import ArgumentError, found_needed, unknown_word
+from dash_portable.errors import found_needed, unknown_word
 from dash_portable.request import PHASES
 
 PREFIX = "DASH_PORTABLE_"
@@ -170,12 +171,16 @@ def foreign(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """The user's folder for what this package remembers of this machine; it may not exist."""
+    """The user's folder for what this package remembers of this machine; it may not exist.
+
+    A user without a home, as in some containers, has one below the system's temporary folder.
+    """
     environ = os.environ if environ is None else environ
     name = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
     if environ.get(name):
         return Path(environ[name]) / "dash_portable"
     try:
         return Path.home() / ".cache" / "dash_portable"
-    except RuntimeError as error:
-        raise ArgumentError(f"{name}: found nothing and no home folder, needed one") from error
+    except RuntimeError:
+        user = os.getuid() if hasattr(os, "getuid") else "user"
+        return Path(tempfile.gettempdir()) / f"dash_portable-{user}"

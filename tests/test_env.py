@@ -95,3 +95,11 @@ def test_the_cache_folder_follows_the_users() -> None:
     name = "LOCALAPPDATA" if env.sys.platform == "win32" else "XDG_CACHE_HOME"
     assert env.cache_folder({name: "/somewhere"}) == Path("/somewhere/dash_portable")
     assert env.cache_folder({}).name == "dash_portable"
+
+
+def test_a_user_without_a_home_has_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(env.Path, "home", nobody)
+    assert env.cache_folder({}).parent == Path(env.tempfile.gettempdir())
