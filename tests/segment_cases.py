@@ -1,0 +1,145 @@
+"""Small steps over a paged cache with known keys and chosen blocks, and the oracle's answer to
+them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dash_portable import reference
+from dash_portable.cache import CacheShape
+from dash_portable.config import DashConfig
+from dash_portable.step import Step, row_positions, rows_of
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Case:
+    """A step, a layer's inputs, and the exact output [N, Hq, D] float64."""
+
+    step: Step
+    query: Tensor
+    cache: Tensor
+    ids: Tensor
+    bias: Tensor
+    exact: Tensor
+
+    def error(self, out: Tensor) -> float:
+        """Largest deviation from the exact output; NaN and infinity count as infinite."""
+        gap = (out.double() - self.exact).abs()
+        return float(gap.max()) if bool(gap.isfinite().all()) else float("inf")
+
+    def allowed(self) -> float:
+        """Twice the error of rounding the exact output once, plus one step of the dtype at its
+        largest."""
+        rounded = self.exact.to(self.query.dtype).double()
+        step = torch.finfo(self.query.dtype).eps * float(self.exact.abs().max())
+        return 2 * (float((rounded - self.exact).abs().max()) + step)
+
+
+def make_case(
+    *,
+    phase: str = "decode",
+    dtype: torch.dtype = torch.bfloat16,
+    group: int = 1,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 32,
+    seed: int = 0,
+    strided: bool = False,
+    graph: bool = False,
+    device: str = "cpu",
+) -> Case:
+    """Sequences with many, few and no remote blocks, a window that a block reaches into, padding
+    rows between.
+
+    Unused places of the cache, the auxiliary head and all of a padding row hold NaN.
+    """
+    maker = torch.Generator().manual_seed(seed)
+    config = DashConfig(index_dim=head_dim, scale=(1.0,), floor=(1e-4,))
+    seq_lens = [700, 5, 143, 168, 40, 301]
+    # The fifth sequence has only a padding row; prefill rows are the last of their sequences.
+    query_lens = [1] * 6 if phase == "decode" else [3, 5, 2, 1, 1, 2]
+    padding = {4} if phase == "decode" else {1, 11}
+    row_seq, query_start = rows_of(query_lens, torch.device("cpu"))
+    rows = len(row_seq)
+    needed = [-(-length // block_size) for length in seq_lens]
+    blocks = sum(needed) + 3
+    order = torch.randperm(blocks, generator=maker)
+    table = torch.full((len(seq_lens), max(needed) + 1), 2**30, dtype=torch.int32)
+    width = 2 * head_dim
+    if strided:  # a slice of a wider buffer whose token stride is not its width
+        cache = torch.full((blocks, kv_heads + 2, block_size, width + 16), NAN, dtype=dtype)
+        cache = cache[:, : kv_heads + 1, :, :width]
+    else:
+        cache = torch.full((blocks, kv_heads + 1, block_size, width), NAN, dtype=dtype)
+    dense, first = [], 0
+    for seq, length in enumerate(seq_lens):
+        mine = order[first : first + needed[seq]]
+        first += needed[seq]
+        table[seq, : needed[seq]] = mine.int()
+        both = torch.randn(length, kv_heads, width, generator=maker).to(dtype)
+        token = torch.arange(length)
+        cache[mine[token // block_size], :kv_heads, token % block_size] = both
+        dense.append(both.double())
+    slots = torch.tensor([-1 if row in padding else row for row in range(rows)])
+    row_pos = row_positions(slots, row_seq, query_start, torch.tensor(seq_lens))
+    query = torch.randn(rows, kv_heads * group, head_dim, generator=maker).to(dtype)
+    ids = torch.full((rows, config.topk), -1, dtype=torch.int32)
+    bias = torch.zeros(rows, config.topk)
+    exact = torch.zeros(rows, kv_heads * group, head_dim, dtype=torch.float64)
+    for row in range(rows):
+        position = int(row_pos[row])
+        if position < 0:
+            query[row] = NAN
+            ids[row], bias[row] = 7, NAN
+            continue
+        remote = max(position // config.block - config.local_blocks + 1, 0)
+        kept = min(remote, config.topk - row % 3)
+        chosen = torch.randperm(remote, generator=maker)[:kept]
+        if remote and row % 2 == 0 and remote - 1 not in chosen:
+            chosen[-1] = remote - 1  # the nearest one, which may reach into the window
+        ids[row, :kept] = chosen.int()
+        bias[row, :kept] = 3 * torch.randn(kept, generator=maker)
+        both = dense[int(row_seq[row])]
+        exact[row] = reference.attend(
+            query[row : row + 1].double(),
+            both[..., :head_dim],
+            both[..., head_dim:],
+            ids[row : row + 1],
+            bias[row : row + 1].double(),
+            torch.tensor([position]),
+            config,
+        )[0]
+    place = torch.device(device)
+    cache = cache.to(place)
+    step = Step(
+        config=config,
+        cache_shape=CacheShape.of(cache, config),
+        heads=kv_heads * group,
+        dtype=dtype,
+        device=place,
+        row_seq=row_seq.to(place),
+        row_pos=row_pos.to(place),
+        slots=slots.to(place),
+        roles=torch.zeros(rows, dtype=torch.int32, device=place),
+        positions=None,
+        query_start=query_start.to(place),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=place),
+        block_table=table.to(place),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        query_lens=tuple(query_lens),
+        graph=graph,
+    )
+    return Case(
+        step=step,
+        query=query.to(place),
+        cache=cache,
+        ids=ids.to(place),
+        bias=bias.to(place),
+        exact=exact.to(place),
+    )
