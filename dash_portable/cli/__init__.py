@@ -1,0 +1,1 @@
+"""The commands, a file each; they show what the package's functions give and decide nothing."""

@@ -1,0 +1,154 @@
+"""`doctor`: what is this machine, what is installed, who can attend, and does it compute right?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dash_portable.backends.spec import Backend
+    from dash_portable.platform.facts import Platform
+
+
+def _gathered() -> dict[str, Any]:
+    """The package's report; in a wrong environment, the machine's facts and what is wrong."""
+    from dash_portable.errors import ArgumentError
+    from dash_portable.explanation import report
+    from dash_portable.platform import detect
+
+    try:
+        return report()
+    except ArgumentError as error:
+        return {**detect.report(), "error": str(error), "choices": [], "tracebacks": {}}
+
+
+def _able(platform: Platform, *, unverified: bool) -> list[Backend]:
+    """Backends that can serve a typical request here, and so can be tried.
+
+    A library that was never verified here may compile for minutes at its first call, so it is
+    only among them if asked for.
+    """
+    from dash_portable.backends import probe, records
+    from dash_portable.dispatch import survey, table
+    from dash_portable.explanation import typical_requests
+
+    found: dict[str, Backend] = {}
+    for request in typical_requests():
+        for one in survey(request, platform, table()).decisions:
+            row = one.backend
+            known = records.verdict(probe.identity(row, platform)) is not None
+            if one.ok and (unverified or known or not row.self_test):
+                found[row.name] = row
+    return list(found.values())
+
+
+def _tested(*, unverified: bool) -> dict[str, str]:
+    """Backend -> "" when it agrees with the oracle here, else what is wrong."""
+    from dash_portable.cli.terminal import progress
+    from dash_portable.dispatch import platform_for, run_self_test, table
+
+    platform = platform_for(None, table())
+    rows, verdicts = _able(platform, unverified=unverified), dict[str, str]()
+    with progress() as bar:
+        for row in bar.track(rows, description="self-test"):
+            verdicts[row.name] = run_self_test(row, platform)
+    return verdicts
+
+
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
+    self_test: Annotated[
+        bool,
+        typer.Option(
+            "--self-test", help="Also try libraries that nobody verified here; some compile first."
+        ),
+    ] = False,
+    no_self_test: Annotated[
+        bool, typer.Option("--no-self-test", help="Try nothing, only report.")
+    ] = False,
+) -> None:
+    """Tell the machine's facts, every backend's reasons, and whether each computes right.
+
+    A poor machine is no error. The status is 1 when a backend computes wrongly, 2 when a variable of
+    ours is set to something unknown.
+    """
+    from dash_portable.cli.terminal import console, write_json
+
+    report = _gathered()
+    usable = "error" not in report and bool(report["probes"])
+    tests = _tested(unverified=self_test) if usable and not no_self_test else {}
+    report["self_tests"] = tests
+    if json:
+        write_json(report)
+    else:
+        _show(console(), report)
+    if "error" in report:
+        raise typer.Exit(2)
+    if any(tests.values()):
+        raise typer.Exit(1)
+
+
+def _show(out: Console, report: dict[str, Any]) -> None:
+    from dash_portable.cli.terminal import facts
+
+    platform = report["platform"]
+    name = " ".join(str(platform[key]) for key in ("vendor", "arch", "device_name", "runtime"))
+    rows = {"platform": " ".join(name.split()), "python": report["python"]}
+    rows["system"] = report["system"]
+    rows["installed"] = ", ".join(f"{k} {v}" for k, v in platform["packages"].items()) or "nothing"
+    for finding in report["probes"]:
+        what = f"{finding['count']} devices" if finding["count"] else finding["text"]
+        rows[str(finding["vendor"])] = what
+    for i, gpu in enumerate(report["seen"]):
+        rows[f"seen {i}"] = f"{gpu['vendor']} {gpu['arch']} {gpu['name']}"
+    for title in ("visible_devices", "ignored_variables", "settings"):
+        for variable, value in report.get(title, {}).items():
+            ignored = "  (another project's, not obeyed here)" if title.startswith("ign") else ""
+            rows[variable] = f"{value!r}{ignored}"
+    for i, note in enumerate(platform["notes"]):
+        rows[f"note {i + 1}"] = note
+    if "records" in report:
+        rows["records"] = report["records"]
+    out.print(facts(rows))
+    if "error" in report:
+        out.print(f"\n[bold red]wrong environment[/]  {report['error']}")
+    _show_backends(out, report)
+    for backend, trace in report["tracebacks"].items():
+        out.print(f"\n[bold]{backend}[/] failed to import:")
+        out.print(trace, style="dim", markup=False)
+
+
+def _show_backends(out: Console, report: dict[str, Any]) -> None:
+    """One line a backend; the two phases' answers side by side only where they differ."""
+    from rich.markup import escape
+
+    from dash_portable.cli.terminal import table
+
+    if not report["choices"]:
+        return
+    phases = {choice["request"]["phase"]: choice for choice in report["choices"]}
+    made = table("backend", *phases, "self-test", "why not, or remarks", title="backends")
+    names = list(dict.fromkeys(one["backend"] for c in phases.values() for one in c["decisions"]))
+    out.print()
+    for name in names:
+        cells, why = [], list[str]()
+        for phase in phases.values():
+            one = next(one for one in phase["decisions"] if one["backend"] == name)
+            cells.append("chosen" if phase["chosen"] == name else "ok" if one["ok"] else "-")
+            texts = [
+                f"{r['code']}: asked {r['asked']}, offers {r['offers']}" for r in one["rejections"]
+            ]
+            why += [text for text in [*texts, *one["remarks"]] if text not in why]
+        verdict = report["self_tests"].get(name)
+        said = "" if verdict is None else "passed" if not verdict else "FAILED"
+        if verdict:
+            why.insert(0, verdict)
+        style = "bold red" if verdict else "green" if "chosen" in cells else None
+        style = "dim" if style is None and set(cells) == {"-"} else style
+        made.add_row(name, *cells, said, escape("\n".join(why)), style=style)
+    out.print(made)
+    stages = next(iter(phases.values()))["stages"]
+    out.print("  ".join(f"{stage}: {found['chosen']}" for stage, found in stages.items()))

@@ -1,0 +1,117 @@
+"""The terminal: one console, a progress bar, and choices as tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from dash_portable.choice import Choice
+
+_WIDTH = 110  # where there is no terminal to ask
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console as wide as the terminal, or of a fixed width in a file or pipe."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else _WIDTH)
+
+
+def progress() -> Progress:
+    """A progress bar on stderr, so that stdout stays clean; nothing where stderr is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def write_json(data: Any) -> None:
+    """JSON on stdout, and nothing else there."""
+    sys.stdout.write(json.dumps(data, indent=2) + "\n")
+
+
+def table(*headings: str, title: str = "", numbers: Iterable[int] = ()) -> Table:
+    """An empty table; the columns in `numbers` are set to the right."""
+    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    right = set(numbers)
+    for i, heading in enumerate(headings):
+        made.add_column(heading, justify="right" if i in right else "left", overflow="fold")
+    return made
+
+
+def time_of(seconds: float) -> str:
+    """A time in the unit that suits it."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def facts(rows: Mapping[str, object]) -> Table:
+    """Names and values, a line each."""
+    made = Table(box=None, pad_edge=False, show_header=False)
+    made.add_column(style="bold")
+    made.add_column(overflow="fold")
+    for name, value in rows.items():
+        made.add_row(name, escape(str(value)))
+    return made
+
+
+def choice_table(choice: Choice, title: str = "") -> Table:
+    """Every backend's answer: those that can serve in the order they are asked, then the others,
+    together where they decline for the same reason.
+    """
+    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    made.add_column("answer")
+    for heading in ("backend", "why"):
+        made.add_column(heading, overflow="fold", ratio=1)
+    declined: dict[str, list[str]] = {}
+    for one in choice.decisions:
+        if not one.ok:
+            why = "\n".join(str(reason) for reason in one.rejections)
+            declined.setdefault(why, []).append(one.backend.name)
+            continue
+        chosen = one.backend is choice.backend
+        first = [choice.chosen_by] if chosen else []
+        made.add_row(
+            "chosen" if chosen else "ok",
+            one.backend.name,
+            escape("\n".join([*first, *one.remarks])),
+            style="bold green" if chosen else "green",
+        )
+    for why, names in declined.items():
+        made.add_row("rejected", ", ".join(names), escape(why), style="dim")
+    return made
+
+
+def stage_lines(choice: Choice) -> list[str]:
+    """Who runs each stage of the shared layer."""
+    lines = []
+    for stage in choice.stages:
+        runs = stage.backend.name if stage.backend else "nobody"
+        why = "; ".join(
+            f"not {one.backend.name}: {reason}"
+            for one in stage.decisions
+            for reason in one.rejections
+        )
+        lines.append(f"{stage.name}: {runs}" + (f" ({why})" if why else ""))
+    return lines
