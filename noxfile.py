@@ -64,6 +64,12 @@ def audit_full(session: nox.Session) -> None:
     _step(session, "audit-full")
 
 
+@nox.session(name="kernels-page")
+def kernels_page(session: nox.Session) -> None:
+    """docs/kernels.md is current."""
+    _step(session, "kernels-page")
+
+
 @nox.session(name="audit-nvidia")
 def audit_nvidia(session: nox.Session) -> None:
     """Kernels compiled for NVIDIA's six: Triton 3.4 brings no linker for AMD."""

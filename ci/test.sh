@@ -14,11 +14,12 @@ STEPS="\
 lint         ruff: format and rules
 types        mypy
 matrix       the lanes are right, and the workflow is theirs
-docs         the generated pages are current
+docs         the generated pages are current, kernels excepted
 cpu          the tests, kernels excepted
 interpreter  the kernels in Triton's interpreter, against the oracle
-audit        kernels compiled for six GPUs, held against their limits
-audit-full   the same for all twelve
+audit        kernels compiled for six GPUs, held against their limits and docs/kernels.md
+audit-full   kernels compiled for all twelve GPUs, held against their limits
+kernels-page docs/kernels.md is current
 audit-nvidia the same for NVIDIA's six (Triton 3.4 brings no linker for AMD)
 intel        Intel's Triton: SPIR-V, native code, execution on the CPU
 device       the tests on this machine's GPU; red when it is not LANE_VENDOR's
@@ -42,14 +43,18 @@ install() {
 lint() { "$PYTHON" -m ruff check . && "$PYTHON" -m ruff format --check .; }
 types() { "$PYTHON" -m mypy; }
 matrix() { "$PYTHON" -m ci.matrix --check && "$PYTHON" -m pytest -q tests/test_matrix.py; }
-docs() { "$PYTHON" -m ci.docs --check --jobs "$JOBS"; }
+docs() { "$PYTHON" -m ci.docs --check backends environment dispatch; }
 cpu() { "$PYTHON" -m pytest -q -n "$JOBS" tests; }
 interpreter() { TRITON_INTERPRET=1 "$PYTHON" -m pytest -q -n "$JOBS" tests/kernels; }
-audit() {
-    "$PYTHON" -m dash_portable.audit --targets "${1:-quick}" --jobs "$JOBS" --cache .cache/triton
+compile() {
+    "$PYTHON" -m dash_portable.audit --targets "$1" --jobs "$JOBS" --cache .cache/triton
 }
-audit-full() { audit all; }
-audit-nvidia() { audit sm80,sm86,sm89,sm90,sm100,sm120; }
+audit() {
+    compile quick && "$PYTHON" -m ci.docs --check kernels --targets quick --jobs "$JOBS"
+}
+audit-full() { compile all; }
+kernels-page() { "$PYTHON" -m ci.docs --check kernels --jobs "$JOBS"; }
+audit-nvidia() { compile sm80,sm86,sm89,sm90,sm100,sm120; }
 intel() { bash ci/intel/run.sh; }
 device() { "$PYTHON" -m pytest -q tests tests/kernels --require-vendor "$LANE_VENDOR"; }
 faults() { "$PYTHON" -m ci.seeded_faults; }

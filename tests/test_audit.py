@@ -201,5 +201,12 @@ def test_markdown_shows_the_largest_launch_row():
     ]
 
 
+def test_markdown_can_be_read_back():
+    page = f"# A page\n\n{audit.markdown(ROWS)}\n\n| target | cards |\n|---|---|\n| sm90 | H100 |\n"
+    read = audit.read_markdown(page)
+    assert read | {("b", "sm90"): "-"} == read
+    assert {place: read[place] for place in audit.cells(ROWS)} == audit.cells(ROWS)
+
+
 def test_json_round_trip():
     assert [audit.Row.from_json(row) for row in json.loads(audit.to_json(ROWS))] == ROWS

@@ -11,7 +11,7 @@ cards in `targets`.
 """
 
 from .engine import CASES, Row, run_audit
-from .report import line, markdown, render, to_json
+from .report import cells, line, markdown, read_markdown, render, to_json
 from .targets import ALL_TARGETS, INTEL_TARGETS, QUICK, TARGETS
 
 __all__ = [
@@ -21,8 +21,10 @@ __all__ = [
     "QUICK",
     "TARGETS",
     "Row",
+    "cells",
     "line",
     "markdown",
+    "read_markdown",
     "render",
     "run_audit",
     "to_json",

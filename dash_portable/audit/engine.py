@@ -106,13 +106,15 @@ def run_audit(
     environment = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     environment["TRITON_DISABLE_LINE_INFO"] = "1"  # line records hold this machine's paths
     if cache is not None:
-        environment["TRITON_CACHE_DIR"] = str(Path(cache).absolute())
+        cache = str(Path(cache).absolute())
+        environment["TRITON_CACHE_DIR"] = cache
     request = {
         "targets": places,
         "only": wanted,
         "jobs": jobs,
         "limit": limit,
         "cases": cases,
+        "cache": cache,
         "dump": None if dump is None else str(dump),
     }
     rows, total, version = list[Row](), 0, ""

@@ -44,19 +44,41 @@ def to_json(rows: Iterable[Row]) -> str:
     return json.dumps([row.to_json() for row in rows], indent=1)
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """shared bytes / registers / spills, a case a line and a target a column; the largest of a
-    target's launch rows.
+def cells(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
+    """(case, target) -> what the table says of it: shared bytes / registers / spills, the largest
+    of its launch rows; `-` where the target does not have the kernel.
     """
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.case, row.target), []).append(row)
+    return {place: _cell(of) for place, of in found.items()}
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The cells as a table: a case a line, a target a column."""
     places = [name for name in ALL_TARGETS if any(row.target == name for row in rows)]
     lines = ["| kernel | " + " | ".join(places) + " |", "|---|" + "---|" * len(places)]
+    table = cells(rows)
     for case in sorted({row.case for row in rows}):
-        cells = [
-            _cell([row for row in rows if row.case == case and row.target == name])
-            for name in places
-        ]
-        lines.append(f"| `{case}` | " + " | ".join(cells) + " |")
+        line = [table.get((case, name), "-") for name in places]
+        lines.append(f"| `{case}` | " + " | ".join(line) + " |")
     return "\n".join(lines)
+
+
+def read_markdown(page: str) -> dict[tuple[str, str], str]:
+    """The cells of a page that holds such a table; empty when it holds none."""
+    found: dict[tuple[str, str], str] = {}
+    places: list[str] = []
+    for text in page.splitlines():
+        parts = [part.strip() for part in text.strip("|").split("|")]
+        if parts[0] == "kernel":
+            places = parts[1:]
+        elif text.startswith("| `") and len(parts) == len(places) + 1:
+            found |= {
+                (parts[0].strip("`"), name): part
+                for name, part in zip(places, parts[1:], strict=True)
+            }
+    return found
 
 
 def _cell(rows: Sequence[Row]) -> str:

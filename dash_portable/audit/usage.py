@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import tempfile
+from hashlib import sha256
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,17 +35,33 @@ def _number(pattern: str, text: str) -> int:
     return int(found.group(1)) if found else 0
 
 
-def _nvidia(kernel: Any, arch: Any) -> dict[str, int]:
+def _nvidia(kernel: Any, arch: Any, kept: Path | None) -> dict[str, int]:
+    """What ptxas says of the PTX; asked once where `kept` is a folder, for it takes as long as the
+    compile.
+    """
+    ptx = kernel.asm["ptx"]
+    if kept is None:
+        return _ask_ptxas(ptx, arch)
+    note = kept / f"{sha256(f'{arch} {ptx}'.encode()).hexdigest()}.json"
+    if not note.exists():
+        note.parent.mkdir(parents=True, exist_ok=True)
+        written = note.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(_ask_ptxas(ptx, arch)))
+        written.replace(note)
+    found: dict[str, int] = json.loads(note.read_text())
+    return found
+
+
+def _ask_ptxas(ptx: str, arch: Any) -> dict[str, int]:
     # The compiler picks ptxas or ptxas-blackwell by arch; its own function picks the same one here.
     from triton.backends.nvidia.compiler import get_ptxas
 
     # Triton 3.4 has one ptxas for all archs.
     tool = get_ptxas(arch) if signature(get_ptxas).parameters else get_ptxas()
 
-    ptx = kernel.asm["ptx"]
     named = re.search(r"^\.target\s+(\w+)", ptx, re.MULTILINE)
     if named is None:
-        raise RuntimeError(f"no .target line in the PTX of {kernel.metadata.name}")
+        raise RuntimeError(f"no .target line in the PTX: {ptx[:200]}")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
@@ -66,7 +85,6 @@ def _nvidia(kernel: Any, arch: Any) -> dict[str, int]:
         "regs": _number(r"Used (\d+) registers", text),
         "spill": _number(r"(\d+) bytes spill stores", text),
         "scratch": _number(r"(\d+) bytes stack frame", text),
-        "binary": len(kernel.asm["cubin"]),
     }
 
 
@@ -81,15 +99,16 @@ def _amd(kernel: Any) -> dict[str, int]:
     return found | {"binary": len(kernel.asm["hsaco"])}
 
 
-def usage_of(kernel: Any, target: Target) -> Usage:
-    """Read what `triton.compile` returned. Raises RuntimeError when the vendor's tool says
-    nothing.
+def usage_of(kernel: Any, target: Target, kept: Path | None = None) -> Usage:
+    """Read what `triton.compile` returned; `kept` is a folder for answers of the vendor's tool.
+    Raises RuntimeError when the vendor's tool says nothing.
     """
     # Shared memory always from the metadata: AMD asks for LDS at launch, so the code object's own
     # figure is 0.
     shared = int(kernel.metadata.shared)
     if target.vendor == "nvidia":
-        return Usage(shared, **_nvidia(kernel, target.arch))
+        binary = len(kernel.asm["cubin"])
+        return Usage(shared, **_nvidia(kernel, target.arch, kept), binary=binary)
     if target.vendor == "amd":
         return Usage(shared, **_amd(kernel))
     return Usage(shared, binary=len(kernel.asm["spv"]))

@@ -79,7 +79,7 @@ def _dump(work: Work, kernel: Any, folder: str) -> None:
     )
 
 
-def _examine(work: Work, dump: str | None) -> dict[str, Any]:
+def _examine(work: Work, dump: str | None, kept: Path | None) -> dict[str, Any]:
     """Compile one row and hold it against its target."""
     target = ALL_TARGETS[work.target]
     threads = too_many_threads(work.launch.warps, target)
@@ -88,7 +88,7 @@ def _examine(work: Work, dump: str | None) -> dict[str, Any]:
     kernel = compile_launch(work.case, work.launch, target)
     if dump:
         _dump(work, kernel, dump)
-    usage = usage_of(kernel, target)
+    usage = usage_of(kernel, target, kept)
     problems = [*excess(usage, target, work.target in work.case.may_spill)]
     ttir = str(kernel.asm["ttir"])
     problems += [*narrow_arithmetic(ttir), *narrow_addresses(ttir, list(work.arguments))]
@@ -99,13 +99,13 @@ def _examine(work: Work, dump: str | None) -> dict[str, Any]:
     return {"usage": usage, "matrix": matrix, "problems": problems, "note": note}
 
 
-def _child(work: Work, dump: str | None, pipe: Connection) -> None:
+def _child(work: Work, dump: str | None, kept: Path | None, pipe: Connection) -> None:
     os.setsid()  # so that the limit also ends a running ptxas
     with tempfile.TemporaryFile() as log:
         os.dup2(log.fileno(), 1)  # compilers write to both; the answer goes through the pipe
         os.dup2(log.fileno(), 2)
         try:
-            answer = _examine(work, dump)
+            answer = _examine(work, dump, kept)
         except BaseException as error:  # whatever ends a compile is this row's finding
             while error.__cause__ is not None:  # the last cause names the line and the reason
                 error = error.__cause__
@@ -129,7 +129,7 @@ class _Running(NamedTuple):
 
 
 def compile_all(
-    work: list[Work], jobs: int, limit: float, dump: str | None
+    work: list[Work], jobs: int, limit: float, dump: str | None, kept: Path | None
 ) -> Iterator[tuple[Work, dict[str, Any]]]:
     """(work, finding) as they come; a compile that passes `limit` seconds is ended and becomes a
     finding.
@@ -140,7 +140,7 @@ def compile_all(
         while waiting and len(running) < jobs:
             item = waiting.pop()
             ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=_child, args=(item, dump, theirs))
+            process = fork.Process(target=_child, args=(item, dump, kept, theirs))
             process.start()
             theirs.close()
             running.append(_Running(item, process, ours, time.monotonic()))
@@ -199,7 +199,9 @@ def main() -> None:
     say(total=len(work) + len(absent), triton=triton.__version__)
     for row in absent:
         say(row=row)
-    for item, answer in compile_all(work, request["jobs"], request["limit"], request["dump"]):
+    jobs, limit, dump = request["jobs"], request["limit"], request["dump"]
+    kept = request["cache"] and Path(request["cache"], "usage")
+    for item, answer in compile_all(work, jobs, limit, dump, kept):
         usage = answer.pop("usage", None)
         row = {
             "case": item.name,
