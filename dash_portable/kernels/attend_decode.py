@@ -7,7 +7,7 @@ the row's last program (an atomic ticket) or by a second launch.
 import triton
 import triton.language as tl
 
-from .primitives import LOG2E, gdc_wait, token_at
+from .primitives import LOG2E, gdc_wait, head_at, token_at
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def attend_decode_kernel(
         gdc_wait()  # before the first load: whatever ran before, its stores are seen
     p = tl.load(row_pos_ptr + n)
     table_ptr += tl.load(row_seq_ptr + n, mask=p >= 0, other=0).to(tl.int64) * stride_table
-    cache_ptr += h * stride_ch
+    cache_ptr += head_at(h, stride_ch)
     lo = tl.maximum(p + 1 - LOCAL * BS, 0)
     begin = s * PER
     stop = tl.minimum(begin + PER, ALL)
@@ -134,8 +134,8 @@ def attend_decode_kernel(
         tl.debug_barrier()  # every thread's stores before the one thread's atomic
         if tl.atomic_add(ticket_ptr + n * H + h, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
             tl.store(ticket_ptr + n * H + h, 0)
-            for q in range(G):
-                _merge_splits(n, h * G + q, p >= -1, sum_ptr, mass_ptr, out_ptr, HQ, D, DP, SPLIT)
+            for j in range(G):
+                _merge_splits(n, h * G + j, p >= -1, sum_ptr, mass_ptr, out_ptr, HQ, D, DP, SPLIT)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .primitives import token_at
+from .primitives import head_at, token_at
 
 MASKED = tl.constexpr(-30000.0)  # finite in float16, and far below any logit
 
@@ -54,13 +54,13 @@ def gather_segments_kernel(
         rest = tl.where(ok, bias - high.to(tl.float32), 0.0).to(dtype)
         first = tl.where(ok, high.to(tl.float32), MASKED).to(dtype)
     for h in range(H):
-        at = cache_ptr + h * stride_ch + base[:, None] + d[None, :]
-        key_at = key_ptr + (line * stride_kt + h * stride_kh)[:, None] + d[None, :]
+        at = cache_ptr + head_at(h, stride_ch) + base[:, None] + d[None, :]
+        key_at = key_ptr + (line * stride_kt + head_at(h, stride_kh))[:, None] + d[None, :]
         tl.store(key_at, tl.load(at, mask=both, other=0.0), mask=inside)
-        value_at = value_ptr + (line * stride_vt + h * stride_vh)[:, None] + d[None, :]
+        value_at = value_ptr + (line * stride_vt + head_at(h, stride_vh))[:, None] + d[None, :]
         tl.store(value_at, tl.load(at + D, mask=both, other=0.0), mask=inside)
         if BIAS:
-            column = key_ptr + line * stride_kt + h * stride_kh + D
+            column = key_ptr + line * stride_kt + head_at(h, stride_kh) + D
             tl.store(column, first, mask=t < BS)
             tl.store(column + 1, rest, mask=t < BS)
     many = tl.sum(ok.to(tl.int32), 0)

@@ -17,8 +17,8 @@ def merge_segments_kernel(
     merged  [N, HQ, D] contiguous; zeros where every segment is empty. S is SEGMENTS padded to a power of two
     """
     n = (tl.program_id(0) // HQ).to(tl.int64)
-    h = tl.program_id(0) % HQ
-    s = tl.arange(0, S)
+    h = (tl.program_id(0) % HQ).to(tl.int64)
+    s = tl.arange(0, S).to(tl.int64)
     d = tl.arange(0, DP)
     lse = tl.load(lse_ptr + n * stride_ln + s * stride_ls + h * stride_lh, mask=s < SEGMENTS, other=float("-inf"))
     full = lse > float("-inf")

@@ -146,6 +146,12 @@ def slot_at(slot, stride_cb, stride_ct, P: tl.constexpr):
 
 
 @triton.jit
+def head_at(head, stride_ch):
+    """Offset (int64) of a head; head is a number or a constant."""
+    return (tl.zeros((), tl.int64) + head) * stride_ch
+
+
+@triton.jit
 def read_int32(ptr, ok):
     """One int32 from four byte values; ptr and ok are scalars. 0 where not ok."""
     byte = tl.arange(0, 4)

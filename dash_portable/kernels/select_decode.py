@@ -18,6 +18,7 @@ from .primitives import (
     final_score,
     finish_selection,
     gdc_launch_dependents,
+    head_at,
     pack_score,
     read_int32,
     read_int32s,
@@ -113,7 +114,7 @@ def select_row(
     n = n.to(tl.int64)
     p = tl.load(row_pos_ptr + n)
     ok = p >= 0
-    aux_ptr = cache_ptr + H * stride_ch
+    aux_ptr = cache_ptr + head_at(H, stride_ch)
     table_ptr += n * stride_table
     pages_ptr += n * stride_pages
     remote = tl.maximum(p // BS - LOCAL + 1, 0)  # p = -1: none
@@ -140,8 +141,8 @@ def select_row(
             length = tl.load(pages_ptr + g * 2 + 1, mask=asked, other=0)
         else:
             asked = (g <= num_pages) & (g < p)
-            at = aux_ptr + token_at(table_ptr, g, asked, stride_cb, stride_ct, P) + D + COUNT
-            length, begin = read_int32(at, asked), read_int32(at + 4, asked)
+            count_ptr = aux_ptr + token_at(table_ptr, g, asked, stride_cb, stride_ct, P) + D + COUNT
+            length, begin = read_int32(count_ptr, asked), read_int32(count_ptr + 4, asked)
         low = begin // BS
         high = tl.minimum((begin + length - 1) // BS, remote - 1)
         if (length > 0) & (begin >= 0) & (low <= high):
@@ -149,8 +150,8 @@ def select_row(
                 t = tl.arange(0, BT)
                 token = low * BS + t
                 inside = (t < BS) & (token >= begin) & (token < begin + length)
-                at = token_at(table_ptr, token, inside, stride_cb, stride_ct, P)
-                role = tl.load(aux_ptr + at + D + ROLE, mask=inside, other=0.0)
+                role_at = token_at(table_ptr, token, inside, stride_cb, stride_ct, P)
+                role = tl.load(aux_ptr + role_at + D + ROLE, mask=inside, other=0.0)
                 role_hit = tl.max((role == 1.0).to(tl.int32), 0) > 0
             o = low
             found = low * 0
@@ -170,9 +171,9 @@ def select_row(
     if s < active:
         half = tl.arange(0, HP)
         h_ok = half < D // 2
-        at = iq_ptr + n * stride_iqn + half
-        q0 = tl.load(at, mask=h_ok & ok, other=0.0).to(tl.float32)
-        q1 = tl.load(at + D // 2, mask=h_ok & ok, other=0.0).to(tl.float32)
+        query = iq_ptr + n * stride_iqn + half
+        q0 = tl.load(query, mask=h_ok & ok, other=0.0).to(tl.float32)
+        q1 = tl.load(query + D // 2, mask=h_ok & ok, other=0.0).to(tl.float32)
         if ROTATE:
             cos, sin = angles_of(tok, page, turn_ptr, half, h_ok, D, PAGE_MOD)
             r0, r1 = q0 * cos - q1 * sin, q1 * cos + q0 * sin

@@ -14,6 +14,7 @@ from .primitives import (
     ROLE,
     STATE,
     cos_sin,
+    head_at,
     read_int32,
     read_int32s,
     slot_at,
@@ -122,7 +123,7 @@ def store_row(
     p = tl.load(row_pos_ptr + n)
     ok = p >= 0
     slot = tl.load(slots_ptr + n, mask=ok, other=0).to(tl.int64)
-    aux_ptr = cache_ptr + H * stride_ch
+    aux_ptr = cache_ptr + head_at(H, stride_ch)
     table_ptr += n * stride_table
     pages_ptr += n * stride_pages
     tok, page, num_pages, query_page, extra = row_coordinates(
@@ -144,7 +145,7 @@ def store_row(
             tl.store(to + D // 2, high.to(query_ptr.dtype.element_ty), mask=h_ok)
         at = k_ptr + n * stride_kn + x * D + half
         low, high = _rotated(tl.load(at, mask=live, other=0.0), tl.load(at + D // 2, mask=live, other=0.0), cos, sin)
-        to = cache_ptr + row_at + x * stride_ch + half
+        to = cache_ptr + row_at + head_at(x, stride_ch) + half
         tl.store(to, low.to(dtype), mask=live)
         tl.store(to + D // 2, high.to(dtype), mask=live)
         at = v_ptr + n * stride_vn + x * D + half
@@ -158,10 +159,10 @@ def store_row(
         tl.store(to + D // 2, high.to(index_ptr.dtype.element_ty), mask=h_ok)
         at = ik_ptr + n * stride_ikn + half
         low, high = _rotated(tl.load(at, mask=live, other=0.0), tl.load(at + D // 2, mask=live, other=0.0), cos, sin)
-        low, high = low.to(dtype), high.to(dtype)
+        key0, key1 = low.to(dtype), high.to(dtype)
         row_ptr = aux_ptr + row_at
-        tl.store(row_ptr + half, low, mask=live)
-        tl.store(row_ptr + D // 2 + half, high, mask=live)
+        tl.store(row_ptr + half, key0, mask=live)
+        tl.store(row_ptr + D // 2 + half, key1, mask=live)
         role = tl.load(roles_ptr + n, mask=ok, other=0)
         tl.store(row_ptr + D + ROLE, role.to(tl.float32).to(dtype), mask=ok)
         byte = tl.arange(0, 16)
@@ -181,16 +182,16 @@ def store_row(
             i = tl.arange(0, BT)
             i_ok = i < BS - 1
             first = p - (BS - 1)
-            at = token_at(table_ptr, first + i, i_ok, stride_cb, stride_ct, P)
+            old_at = token_at(table_ptr, first + i, i_ok, stride_cb, stride_ct, P)
             mine = (i == BS - 1)[:, None]
             if HEAD_CLS:
-                key = aux_ptr + at[:, None] + half[None, :]
+                key = aux_ptr + old_at[:, None] + half[None, :]
                 both = i_ok[:, None] & h_ok[None, :]
-                k0 = tl.where(mine, low[None, :], tl.load(key, mask=both, other=0.0)).to(tl.float32)
-                k1 = tl.where(mine, high[None, :], tl.load(key + D // 2, mask=both, other=0.0)).to(tl.float32)
+                k0 = tl.where(mine, key0[None, :], tl.load(key, mask=both, other=0.0)).to(tl.float32)
+                k1 = tl.where(mine, key1[None, :], tl.load(key + D // 2, mask=both, other=0.0)).to(tl.float32)
                 s0, s1 = summarize(k0, k1, i < BS, head_cls_ptr, half, h_ok, D)
-            role_at = tl.where(i == BS - 1, role, tl.load(aux_ptr + at + D + ROLE, mask=i_ok, other=0.0).to(tl.int32))
-            page_at = tl.where(i == BS - 1, page, read_int32s(aux_ptr + at + D + STATE + 4, i_ok))
+            role_at = tl.where(i == BS - 1, role, tl.load(aux_ptr + old_at + D + ROLE, mask=i_ok, other=0.0).to(tl.int32))
+            page_at = tl.where(i == BS - 1, page, read_int32s(aux_ptr + old_at + D + STATE + 4, i_ok))
             end = _image_end(aux_ptr, table_ptr, pages_ptr, num_pages, p, ok, stride_cb, stride_ct, D, P, PAGE_TABLE)
             pages = page_range(role_at, page_at, (i < BS) & (first + i < end))
             begin = aux_ptr + token_at(table_ptr, first, ok, stride_cb, stride_ct, P)
@@ -257,7 +258,7 @@ def store_coordinates_kernel(
     if many > 0:
         length = tl.load(seq_lens_ptr + r)
         first = length - many
-        aux_ptr = cache_ptr + H * stride_ch
+        aux_ptr = cache_ptr + head_at(H, stride_ch)
         table_ptr += r * stride_table
         pages_ptr += r * stride_pages
         i = tl.arange(0, TILE)
@@ -390,7 +391,7 @@ def store_tile_kernel(
                 tl.store(to + D // 2, high.to(query_ptr.dtype.element_ty), mask=live)
             at = k_ptr + (row * stride_kn + x * D)[:, None] + half[None, :]
             low, high = _rotated(tl.load(at, mask=live, other=0.0), tl.load(at + D // 2, mask=live, other=0.0), cos, sin)
-            to = cache_ptr + x * stride_ch + row_at[:, None] + half[None, :]
+            to = cache_ptr + head_at(x, stride_ch) + row_at[:, None] + half[None, :]
             tl.store(to, low.to(dtype), mask=live)
             tl.store(to + D // 2, high.to(dtype), mask=live)
             at = v_ptr + (row * stride_vn + x * D)[:, None] + half[None, :]
@@ -404,12 +405,12 @@ def store_tile_kernel(
             tl.store(to + D // 2, high.to(index_ptr.dtype.element_ty), mask=live)
             at = ik_ptr + (row * stride_ikn)[:, None] + half[None, :]
             low, high = _rotated(tl.load(at, mask=live, other=0.0), tl.load(at + D // 2, mask=live, other=0.0), cos, sin)
-            low, high = low.to(dtype), high.to(dtype)
-            aux_ptr = cache_ptr + H * stride_ch
+            key0, key1 = low.to(dtype), high.to(dtype)
+            aux_ptr = cache_ptr + head_at(H, stride_ch)
             table_ptr += r * stride_table
             to = aux_ptr + row_at[:, None] + half[None, :]
-            tl.store(to, low, mask=live)
-            tl.store(to + D // 2, high, mask=live)
+            tl.store(to, key0, mask=live)
+            tl.store(to + D // 2, key1, mask=live)
             role = tl.load(roles_ptr + row, mask=ok, other=0)
             row_ptr = aux_ptr + row_at + D
             tl.store(row_ptr + ROLE, role.to(tl.float32).to(dtype), mask=ok)
@@ -428,17 +429,17 @@ def store_tile_kernel(
                     write_int32s(row_ptr + COUNT + 4, start, counted)
             if block + BS <= length:  # its last row is one of ours: the block is complete
                 old = (token < first) & (i < BS)
-                at = token_at(table_ptr, token, old, stride_cb, stride_ct, P)
-                role = tl.where(old, tl.load(aux_ptr + at + D + ROLE, mask=old, other=0.0).to(tl.int32), role)
-                page = tl.where(old, read_int32s(aux_ptr + at + D + STATE + 4, old), page)
+                old_at = token_at(table_ptr, token, old, stride_cb, stride_ct, P)
+                role = tl.where(old, tl.load(aux_ptr + old_at + D + ROLE, mask=old, other=0.0).to(tl.int32), role)
+                page = tl.where(old, read_int32s(aux_ptr + old_at + D + STATE + 4, old), page)
                 pages = page_range(role, page, (i < BS) & (token < tl.load(end_ptr + r)))
                 begin_ptr = aux_ptr + token_at(table_ptr, block, many > 0, stride_cb, stride_ct, P)
                 write_int32(begin_ptr + D + RANGE, pages, many > 0)
                 if HEAD_CLS:
-                    key = aux_ptr + at[:, None] + half[None, :]
+                    key = aux_ptr + old_at[:, None] + half[None, :]
                     both = old[:, None] & h_ok[None, :]
-                    k0 = tl.where(old[:, None], tl.load(key, mask=both, other=0.0), low).to(tl.float32)
-                    k1 = tl.where(old[:, None], tl.load(key + D // 2, mask=both, other=0.0), high).to(tl.float32)
+                    k0 = tl.where(old[:, None], tl.load(key, mask=both, other=0.0), key0).to(tl.float32)
+                    k1 = tl.where(old[:, None], tl.load(key + D // 2, mask=both, other=0.0), key1).to(tl.float32)
                     s0, s1 = summarize(k0, k1, i < BS, head_cls_ptr, half, h_ok, D)
                     second = aux_ptr + token_at(table_ptr, block + 1, many > 0, stride_cb, stride_ct, P)
                     tl.store(begin_ptr + D + D // 2 + half, s0.to(dtype), mask=h_ok)

@@ -3,7 +3,19 @@
 import triton
 import triton.language as tl
 
-from .primitives import CLAMP, COUNT, RANGE, ROLE, STATE, read_int32, read_int32s, token_at, write_int32, write_int32s
+from .primitives import (
+    CLAMP,
+    COUNT,
+    RANGE,
+    ROLE,
+    STATE,
+    head_at,
+    read_int32,
+    read_int32s,
+    token_at,
+    write_int32,
+    write_int32s,
+)
 
 
 @triton.jit
@@ -45,11 +57,11 @@ def summaries_pages_kernel(
     r = tl.program_id(0).to(tl.int64)
     length = tl.load(seq_lens_ptr + r)
     if length > 0:
-        aux_ptr = cache_ptr + H * stride_ch
+        aux_ptr = cache_ptr + head_at(H, stride_ch)
         table_ptr += r * stride_table
         pages_ptr += r * stride_pages
-        at = token_at(table_ptr, length - 1, length > 0, stride_cb, stride_ct, P)
-        num_pages = read_int32(aux_ptr + at + D + STATE + 8, length > 0)
+        last = token_at(table_ptr, length - 1, length > 0, stride_cb, stride_ct, P)
+        num_pages = read_int32(aux_ptr + last + D + STATE + 8, length > 0)
         fit = tl.minimum(num_pages + 1, stride_pages // 2)
         if WRITE:
             fit = tl.minimum(num_pages + 1, length)
@@ -58,11 +70,11 @@ def summaries_pages_kernel(
         for first in range(0, fit, TILE):
             page = first + i
             ok = (page < fit) & (page < length)
+            at = token_at(table_ptr, page, ok, stride_cb, stride_ct, P)
             if GIVEN:
                 count = tl.load(given_ptr + r * stride_given + page * 2 + 1, mask=page < fit, other=0)
                 start = tl.load(given_ptr + r * stride_given + page * 2, mask=page < fit, other=0)
             else:
-                at = token_at(table_ptr, page, ok, stride_cb, stride_ct, P)
                 count = read_int32s(aux_ptr + at + D + COUNT, ok)
                 start = carry + tl.cumsum(count, 0) - count
             if WRITE:
@@ -91,7 +103,7 @@ def summaries_block_kernel(
     b = tl.program_id(0) % max_blocks
     block = b * BS
     if block + BS <= tl.load(seq_lens_ptr + r):
-        aux_ptr = cache_ptr + H * stride_ch
+        aux_ptr = cache_ptr + head_at(H, stride_ch)
         table_ptr += r * stride_table
         i = tl.arange(0, BT)
         half = tl.arange(0, HP)
@@ -141,7 +153,7 @@ def summaries_copy_kernel(
     r = (tl.program_id(0) // tiles).to(tl.int64)
     b = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     ok = (b + 1) * BS <= tl.load(seq_lens_ptr + r)
-    aux_ptr = cache_ptr + H * stride_ch + D
+    aux_ptr = cache_ptr + head_at(H, stride_ch) + D
     table_ptr += r * stride_table
     half = tl.arange(0, HP)
     both = ok[:, None] & (half < D // 2)[None, :]

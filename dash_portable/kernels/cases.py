@@ -1,0 +1,182 @@
+"""CASES: every kernel as the package launches it, so that it can be compiled where there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dash_portable.audit.case import EVERYWHERE, Case
+from dash_portable.audit.case import Launch as Row
+
+from . import attend_decode, gather, launch, merge, select_decode, store, summaries
+
+# The model's shapes: 10 heads of 128, blocks of 32, cache blocks of 64.
+H, D, P, BS, LOCAL, TOPK, WINDOW = 10, 128, 64, 32, 4, 12, 16
+_SIZES = {"H": H, "D": D, "P": P}
+_HALF = {"HP": D // 2}
+_BLOCKS = {"BS": BS, "BT": BS}
+_SELECT_TYPES = {"scale": "fp32", "floor": "fp32", "inv_sigma": "fp32"}
+_INTS = (
+    "row_pos row_seq roles positions table pages ticket ids order live seq_lens coords start end tile prefix given range used"
+)
+_POINTERS = {f"{name}_ptr": "*i32" for name in _INTS.split()} | {
+    "slots_ptr": "*i64",
+    "turn_ptr": "*i64",
+    "group_ptr": "*i64",
+    **{f"{name}_ptr": "*fp32" for name in ("bias", "score", "sum", "mass", "lse")},
+}
+_FLOATS = "q k v iq ik query index cache head_cls side key value out merged".split()
+_NUMBERS = {"num_rows": "i32", "max_blocks": "i32:16", "max_scores": "i32:16"}
+_ODD_STRIDES = {"stride_table", "stride_pages", "stride_given", "stride_ls"}  # no multiples of 16 in general
+
+
+def _types(kernel: Any, dtype: str, consts: Mapping[str, Any]) -> dict[str, str]:
+    """Type texts of a kernel's run-time arguments, by their names."""
+    known = _POINTERS | {f"{name}_ptr": f"*{dtype}" for name in _FLOATS} | _NUMBERS | _SELECT_TYPES
+    types = {}
+    for name in kernel.arg_names:
+        if name in consts:
+            continue
+        if name.startswith("stride_"):
+            types[name] = "i32" if name in _ODD_STRIDES else "i32:16"
+        else:
+            types[name] = known[name]
+    return types
+
+
+def _case(kernel: Any, dtype: str, consts: Mapping[str, Any], rows: Mapping[str, tuple[Row, ...]]) -> Case:
+    named = set(consts).union(*(row.consts for group in rows.values() for row in group))
+    return Case(kernel, _types(kernel, dtype, dict.fromkeys(named)), consts, rows)
+
+
+def _warps(number: int) -> Mapping[str, tuple[Row, ...]]:
+    return {EVERYWHERE: (Row(warps=number),)}
+
+
+def _select_rows(*, fused: bool) -> dict[str, tuple[Row, ...]]:
+    """The rows of launch.SELECT, each at a context of 32K."""
+    table = {}
+    for arch, rows in launch.SELECT.items():
+        found = []
+        for row in rows:
+            count, blocks = row.rows or 256, row.blocks or 4096
+            groups = max(launch.power_of_two(-(-blocks // row.tile) * row.tile // launch.GROUP), 16)
+            consts = {
+                "TILE": row.tile,
+                "SPLIT": launch.split_of(row, count, blocks),
+                "CHUNK": min(groups, launch.CHUNK),
+                "TICKET": row.ticket,
+            }
+            if fused:
+                consts["PDL"] = row.dependent
+            found.append(Row(warps=row.warps, consts=consts, label=f"{count}x{blocks}"))
+        table[arch] = tuple(found)
+    return table
+
+
+def _merge_rows() -> dict[str, tuple[Row, ...]]:
+    table = {}
+    for arch, rows in launch.SELECT.items():
+        table[arch] = tuple(
+            Row(warps=row.warps, consts={"TILE": row.tile, "CHUNK": launch.CHUNK}, label=str(i))
+            for i, row in enumerate(rows)
+        )
+    return table
+
+
+def _attend_rows(group: int) -> dict[str, tuple[Row, ...]]:
+    table = {}
+    for arch, rows in launch.ATTEND.items():
+        dependent = any(row.dependent for row in launch.SELECT.get(arch, ()))
+        table[arch] = tuple(
+            Row(
+                warps=launch.DOT_WARPS if group > 1 else row.warps,
+                consts={"SPLIT": row.split, "TICKET": row.ticket, "PDL": dependent},
+                options={"launch_pdl": True} if dependent else {},
+                label=f"{row.programs or 'any'}",
+            )
+            for row in rows
+        )
+    return table
+
+
+def _cases() -> dict[str, Case]:
+    given = {"POSITIONS": 1, "PAGE_TABLE": False}
+    page = {"PAGE_MOD": 2}
+    choice = {"LOCAL": LOCAL, "TOPK": TOPK, "WINDOW": WINDOW}
+    row_sizes = _SIZES | {"G": 1} | _HALF | _BLOCKS | page
+    half, block, copy = _HALF, _BLOCKS, launch.COPY_TILE
+    cases = {}
+    for dtype in ("bf16", "fp16", "fp32"):
+        fused = row_sizes | given | {"HEAD_CLS": True} | choice
+        chosen = _SIZES | half | block | page | given | choice
+        attend = {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK} | block
+        cases |= {
+            f"store_row_{dtype}": _case(
+                store.store_row_kernel, dtype, row_sizes | given | {"HEAD_CLS": True}, _warps(launch.STORE_ROW_WARPS)
+            ),
+            f"store_tile_{dtype}": _case(
+                store.store_tile_kernel,
+                dtype,
+                row_sizes | {"POSITIONS": 1, "HEAD_CLS": True},
+                _warps(launch.STORE_WARPS),
+            ),
+            f"store_select_{dtype}": _case(
+                select_decode.store_select_kernel, dtype, fused, _select_rows(fused=True)
+            ),
+            f"select_decode_{dtype}": _case(
+                select_decode.select_decode_kernel, dtype, chosen | {"SIDE": False}, _select_rows(fused=False)
+            ),
+            f"summaries_block_{dtype}": _case(
+                summaries.summaries_block_kernel,
+                dtype,
+                _SIZES | half | block | {"RANGES": True, "PREFIX": False, "WRITE": False},
+                _warps(launch.SUMMARY_WARPS),
+            ),
+            f"summaries_copy_{dtype}": _case(
+                summaries.summaries_copy_kernel,
+                dtype,
+                _SIZES | half | {"BS": BS, "TILE": copy},
+                _warps(launch.SUMMARY_WARPS),
+            ),
+            f"attend_decode_{dtype}": _case(
+                attend_decode.attend_decode_kernel,
+                dtype,
+                attend | {"G": 1, "TILE_H": 16, "DOT": False},
+                _attend_rows(1),
+            ),
+            f"attend_decode_group_{dtype}": _case(
+                attend_decode.attend_decode_kernel,
+                dtype,
+                attend | {"G": 8, "TILE_H": 16, "DOT": True},
+                _attend_rows(8),
+            )._replace(matrix=dtype != "fp32"),
+            f"gather_{dtype}": _case(
+                gather.gather_segments_kernel,
+                dtype,
+                {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK, "BIAS": True} | block,
+                _warps(4),
+            ),
+            f"merge_{dtype}": _case(
+                merge.merge_segments_kernel,
+                dtype,
+                {"HQ": H, "D": D, "DP": D, "SEGMENTS": TOPK + 1, "S": 16, "BIAS": True},
+                _warps(1),
+            ),
+        }
+    coordinates = _SIZES | given | {"TILE": launch.COORDINATES_TILE}
+    pages = _SIZES | {"GIVEN": False, "WRITE": False, "TILE": launch.PAGES_TILE}
+    sum_up = {"HQ": H, "D": D, "DP": D, "SPLIT": 8}
+    merged = {"BS": BS, "TOPK": TOPK, "WINDOW": WINDOW}
+    cases |= {
+        "store_coordinates": _case(
+            store.store_coordinates_kernel, "bf16", coordinates, _warps(launch.COORDINATES_WARPS)
+        ),
+        "summaries_pages": _case(summaries.summaries_pages_kernel, "bf16", pages, _warps(launch.SUMMARY_WARPS)),
+        "select_merge": _case(select_decode.select_merge_kernel, "bf16", merged, _merge_rows()),
+        "attend_decode_merge": _case(attend_decode.attend_merge_kernel, "bf16", sum_up, _warps(1)),
+    }
+    return cases
+
+
+CASES = _cases()
