@@ -189,7 +189,11 @@ def attend_tile_kernel(
             mask=live[:, None] & (d[None, :] < D),
         )
         if count < 0:
-            tl.store(mass_ptr + i.to(tl.int64) * HQ + head, top + tl.log2(mass), mask=live)
+            tl.store(
+                mass_ptr + i.to(tl.int64) * HQ + head,
+                top + tl.log2(tl.where(live, mass, 1.0)),
+                mask=live,
+            )
 
 
 @triton.jit(do_not_specialize=["keys_total", "chunk_pairs", "entries", "chunk", "chunk_tile"])
@@ -255,8 +259,9 @@ def attend_pair_kernel(
         seen = (block * BLOCK + n)[None, :] < near[:, None]
         seen = seen | (live == 0)[:, None]  # a dead row stays finite
         wide = pair.to(tl.int64) * HQ
+        stride_h = tl.full((), 1, tl.int64) * stride_ch
         for head in tl.range(group * HEADS, group * HEADS + HEADS, num_stages=STAGES):
-            keys = cache_ptr + (head // G).to(tl.int64) * stride_ch
+            keys = cache_ptr + head // G * stride_h
             query = _load_rows(query_ptr, i * (HQ * D) + head * D, live, D, DP, True)
             key = _load_columns(keys, place, n >= 0, D, DP, False)
             value = _load_rows(keys + D, place, n >= 0, D, DP, False)
@@ -496,29 +501,29 @@ def attend_prefill(
     num_rows, heads, width = query.shape
     if num_rows == 0:
         return
-    topk = ids.shape[1]
-    tiles = groups["tiles"]
-    num_tiles = tiles.shape[0]
     unite(ids, bias, groups, scratch, max_blocks=max_blocks, launch=launch)
-    kv_heads = cache.shape[1] - 1
-    strides = (cache.stride(0), cache.stride(1), cache.stride(2), block_table.stride(0))
-    consts = {
-        "HQ": heads,
-        "G": heads // kv_heads,
-        "D": width,
-        "DP": 1 << max(width - 1, 15).bit_length(),
-        "P": cache.shape[2],
-        "BLOCK": block,
-        "LOCAL": local,
-        "FIELDS": TILE_FIELDS,
-    }
-    rows = (cache, block_table, tiles, groups["order"], row_pos)
     attend_padding_kernel[(-(-num_rows // 64),)](
         row_pos, out, num_rows, WIDTH=heads * width, ROWS=64, STEP=64, num_warps=4
     )
+    num_tiles, topk = groups["tiles"].shape[0], ids.shape[1]
+    common = (cache, block_table, groups["tiles"], groups["order"], row_pos)
+    strides = (cache.stride(0), cache.stride(1), cache.stride(2), block_table.stride(0))
+    shape = {
+        "HQ": heads,
+        "D": width,
+        "DP": 1 << max(width - 1, 15).bit_length(),
+        "FIELDS": TILE_FIELDS,
+    }
+    cached = {
+        "G": heads // (cache.shape[1] - 1),
+        "P": cache.shape[2],
+        "BLOCK": block,
+        "LOCAL": local,
+        **shape,
+    }
     attend_tile_kernel[(heads, num_tiles)](
         query,
-        *rows,
+        *common,
         scratch["count"],
         scratch["union"],
         scratch["weight"],
@@ -526,7 +531,7 @@ def attend_prefill(
         out,
         width**-0.5,
         *strides,
-        **consts,
+        **cached,
         TILE=launch.tile,
         ROOM=max(launch.union_limit, 1),
         PAIR=launch.tile_blocks,
@@ -538,11 +543,11 @@ def attend_prefill(
     chunks, keys = scratch["hist"].shape
     chunk_tiles = -(-num_tiles // chunks)
     walked = max(h for h in range(1, launch.pair_heads + 1) if heads % h == 0)
-    programs = min(scratch["entry"].shape[1], launch.pair_programs)
+    entries = scratch["entry"].shape[1]
     for chunk in range(chunks):
-        attend_pair_kernel[(programs, heads // walked)](
+        attend_pair_kernel[(min(entries, launch.pair_programs), heads // walked)](
             query,
-            *rows,
+            *common,
             bias,
             scratch["first"],
             scratch["pair"],
@@ -552,11 +557,11 @@ def attend_prefill(
             width**-0.5,
             keys,
             scratch["pair"].shape[1],
-            scratch["entry"].shape[1],
+            entries,
             chunk,
             chunk * chunk_tiles,
             *strides,
-            **consts,
+            **cached,
             TOPK=topk,
             PAIR_TILE=launch.pair_tile,
             HEADS=walked,
@@ -564,7 +569,7 @@ def attend_prefill(
             num_warps=launch.pair_warps,
         )
         attend_merge_kernel[(heads, chunk_tiles * (launch.tile // launch.merge_rows))](
-            tiles,
+            groups["tiles"],
             groups["order"],
             scratch["count"],
             ids,
@@ -574,13 +579,10 @@ def attend_prefill(
             out,
             chunk * chunk_tiles,
             num_tiles,
-            HQ=heads,
-            D=width,
-            DP=consts["DP"],
+            **shape,
             TOPK=topk,
             W=1 << max(topk - 1, 1).bit_length(),
             TILE=launch.tile,
             ROWS=launch.merge_rows,
-            FIELDS=TILE_FIELDS,
             num_warps=launch.merge_warps,
         )

@@ -33,9 +33,7 @@ def rows_class_kernel(
     num_rows,
     entries,
     stride_sr,
-    stride_sp,
     stride_rr,
-    stride_rb,
     stride_cb,
     stride_ch,
     stride_ct,
@@ -67,7 +65,7 @@ def rows_class_kernel(
                 page <= pos
             )  # row `page` of the sequence holds its start, once it is stored
         seq = tl.load(seq_ptr + i, mask=live, other=0).to(tl.int64)
-        at = start_ptr + seq * stride_sr + page * stride_sp
+        at = start_ptr + seq * stride_sr + page * 2
         start = tl.load(at, mask=known, other=0)
         count = tl.load(at + 1, mask=known, other=0)
         known = known & (count > 0) & (start >= 0)
@@ -77,16 +75,16 @@ def rows_class_kernel(
         wanted = known & (first <= final)
         step = tl.zeros((), tl.int32)
         while tl.max(wanted.to(tl.int32), 0) > 0:
-            block = first[:, None] + step + tl.arange(0, 16)[None, :]
+            block = first[:, None] + step + tl.arange(0, 4)[None, :]
             b_ok = wanted[:, None] & (block <= final[:, None])
-            at2 = range_ptr + (seq * stride_rr)[:, None] + block * stride_rb
+            at2 = range_ptr + (seq * stride_rr)[:, None] + block * 2
             low = tl.load(at2, mask=b_ok, other=0)
             high = tl.load(at2 + 1, mask=b_ok, other=0)
             same = (low == page[:, None]) | (high == page[:, None])
             between = (low < page[:, None]) & (page[:, None] < high) & (low > 0)
             own = own | (tl.max((b_ok & same).to(tl.int32), 1) > 0)
             inside = tl.maximum(inside, tl.max((b_ok & between).to(tl.int32), 1))
-            step += 16
+            step += 4
             wanted = wanted & (own == 0) & (first + step <= final)
         asked = (inside > 0) & (own == 0)
         if (
@@ -270,7 +268,7 @@ def group_rows(
     """Class and order of all rows of a step, and the list of tiles; once a step, four launches.
 
     row_seq, row_pos, query_page, num_pages int32 [N]; query_start int32 [R + 1]; starts int32 [R, pages, 2] (first token,
-    count) or None when no row has a page; ranges int32 [R, blocks, 2]; groups: the tensors of group_shapes. starts_given
+    count) or None when no row has a page; ranges int32 [R, blocks, 2]; each sequence contiguous; groups: the tensors of group_shapes. starts_given
     says that starts is a page table: it then holds for rows that are not stored yet.
     """
     num_rows, num_seqs = row_pos.shape[0], query_start.shape[0] - 1
@@ -296,9 +294,7 @@ def group_rows(
         num_rows,
         starts.shape[1] if has_pages else 0,
         starts.stride(0) if has_pages else 0,
-        starts.stride(1) if has_pages else 0,
         ranges.stride(0) if has_pages else 0,
-        ranges.stride(1) if has_pages else 0,
         cache.stride(0),
         cache.stride(1),
         cache.stride(2),

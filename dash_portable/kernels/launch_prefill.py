@@ -36,7 +36,7 @@ class PrefillRow(NamedTuple):
     pair_tile: int = 64
     pair_heads: int = 10
     pair_warps: int = 4
-    pair_stages: int = 3
+    pair_stages: int = 2
     pair_programs: int = 8192
     merge_rows: int = 4
     merge_warps: int = 1
@@ -44,10 +44,20 @@ class PrefillRow(NamedTuple):
 
 PREFILL: dict[str, PrefillRow] = {
     "*": PrefillRow(),
-    "sm90": PrefillRow(),
+    "sm90": PrefillRow(pair_stages=3),
 }
+# float32 has no matrix units to itself everywhere: small tiles, one row for all
+FLOAT32 = PrefillRow(
+    tile=16,
+    select_groups=32,
+    select_stages=1,
+    tile_warps=8,
+    tile_stages=1,
+    pair_tile=16,
+    pair_stages=1,
+)
 
 
-def prefill_row(arch: str) -> PrefillRow:
-    """The row of an arch; archs without one of their own take the general row."""
-    return PREFILL.get(arch, PREFILL["*"])
+def prefill_row(arch: str, element: int = 2) -> PrefillRow:
+    """The row of an arch for numbers of `element` bytes; archs without one of their own take the general row."""
+    return FLOAT32 if element == 4 else PREFILL.get(arch, PREFILL["*"])

@@ -36,13 +36,13 @@ def _keep_two(score, at, one, one_at, two, two_at, third):
 
 
 @triton.jit
-def _allowed(block, first, last, page, range_row, stride_rb, own: tl.constexpr):
+def _allowed(block, first, last, page, range_row, own: tl.constexpr):
     """[TILE, GROUPS]: the blocks a row may choose."""
     ok = (block[None, :] >= first[:, None]) & (block[None, :] <= last[:, None])
     if own:
         near = (block >= tl.min(first, 0)) & (block <= tl.max(last, 0))
-        low = tl.load(range_row + block * stride_rb, mask=near, other=0)
-        high = tl.load(range_row + block * stride_rb + 1, mask=near, other=0)
+        low = tl.load(range_row + block * 2, mask=near, other=0)
+        high = tl.load(range_row + block * 2 + 1, mask=near, other=0)
         ok = ok & (low[None, :] <= page[:, None]) & (page[:, None] <= high[None, :])
     return ok
 
@@ -66,9 +66,7 @@ def select_tile_kernel(
     floor,
     inv_sigma,
     stride_sr,
-    stride_sb,
     stride_rr,
-    stride_rb,
     D: tl.constexpr,
     DP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,10 +115,10 @@ def select_tile_kernel(
         for o in tl.range(begin, common, GROUPS, num_stages=STAGES):
             block = o + n
             if D == DP:
-                key = tl.load(summary + block[None, :] * stride_sb + d[:, None])
+                key = tl.load(summary + block[None, :] * D + d[:, None])
             else:
                 key = tl.load(
-                    summary + block[None, :] * stride_sb + d[:, None],
+                    summary + block[None, :] * D + d[:, None],
                     mask=d[:, None] < D,
                     other=0.0,
                 )
@@ -131,12 +129,12 @@ def select_tile_kernel(
         for o in tl.range(tl.maximum(begin, common), final + 1, GROUPS, num_stages=1):
             block = o + n
             key_ok = (block[None, :] <= final) & (d[:, None] < D)
-            key = tl.load(summary + block[None, :] * stride_sb + d[:, None], mask=key_ok, other=0.0)
+            key = tl.load(summary + block[None, :] * D + d[:, None], mask=key_ok, other=0.0)
             score = final_score(tl.dot(query, key, input_precision="ieee"), factor, D)
-            ok = _allowed(block, first, last, page, ranges, stride_rb, False)
+            ok = _allowed(block, first, last, page, ranges, False)
             if HAS_PAGES:
                 if tl.max(page, 0) > 0:
-                    ok = _allowed(block, first, last, page, ranges, stride_rb, True)
+                    ok = _allowed(block, first, last, page, ranges, True)
             score = tl.where(ok, score, float("-inf"))
             one, one_at, two, two_at, third = _keep_two(score, o, one, one_at, two, two_at, third)
 
@@ -194,9 +192,7 @@ def select_redo_kernel(
     floor,
     inv_sigma,
     stride_sr,
-    stride_sb,
     stride_rr,
-    stride_rb,
     D: tl.constexpr,
     DP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -246,11 +242,11 @@ def select_redo_kernel(
         for o in range(tl.min(first, 0) // GROUPS * GROUPS, final + 1, GROUPS):
             block = o + n
             key_ok = (block[None, :] <= final) & (d[:, None] < D)
-            key = tl.load(summary + block[None, :] * stride_sb + d[:, None], mask=key_ok, other=0.0)
+            key = tl.load(summary + block[None, :] * D + d[:, None], mask=key_ok, other=0.0)
             score = final_score(tl.dot(query, key, input_precision="ieee"), factor, D)
-            ok = _allowed(block, first, last, page, ranges, stride_rb, False)
+            ok = _allowed(block, first, last, page, ranges, False)
             if HAS_PAGES:
-                own = _allowed(block, first, last, page, ranges, stride_rb, True)
+                own = _allowed(block, first, last, page, ranges, True)
                 ok = tl.where(page[:, None] > 0, own, ok)
             new = tl.where(
                 ok, pack_score(score, tl.broadcast_to(block[None, :], (TILE, GROUPS))), EMPTY
@@ -305,8 +301,8 @@ def select_prefill(
 ):
     """ids int32 [N, topk] and bias float32 [N, topk] of a step's rows, grouped by group_rows; two launches.
 
-    index_query [N, D] rotated, contiguous; summaries [R, blocks, D], last stride 1; ranges int32 [R, blocks, 2] or None
-    when no row has a page; row_pos int32 [N]; groups: what group_rows filled; scratch: tensors of select_shapes. launch:
+    index_query [N, D] rotated, contiguous; summaries [R, blocks, D] and ranges int32 [R, blocks, 2] (None when no
+    row has a page), each sequence contiguous; row_pos int32 [N]; groups: what group_rows filled; scratch: tensors of select_shapes. launch:
     a row of launch_prefill (select_groups, select_warps, select_stages, select_options).
     """
     num_rows, width = index_query.shape
@@ -314,12 +310,7 @@ def select_prefill(
         return
     has_pages = ranges is not None
     scratch["redo_count"].zero_()
-    strides = (
-        summaries.stride(0),
-        summaries.stride(1),
-        ranges.stride(0) if has_pages else 0,
-        ranges.stride(1) if has_pages else 0,
-    )
+    strides = (summaries.stride(0), ranges.stride(0) if has_pages else 0)
     numbers = (scale * width**-0.5, floor, 1.0 / sigma)
     padded = 1 << max(width - 1, 15).bit_length()
     consts = {

@@ -6,6 +6,7 @@ scratch and outputs are NaN (or the largest integer) before each call.
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from dash_portable.kernels.launch_prefill import PrefillRow
 
 OUTSIDE = 2**30
 POISON = 0x7FFFFFFF
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
 def config(scale: float = 20.0, **more: object) -> DashConfig:
@@ -64,7 +66,13 @@ class Batch:
         page_of: int | None = None,
     ) -> None:
         draw = torch.Generator().manual_seed(seed)
-        self.parts, self.heads, self.group, self.width, self.dtype = parts, heads, group, width, dtype
+        self.parts, self.heads, self.group, self.width, self.dtype = (
+            parts,
+            heads,
+            group,
+            width,
+            dtype,
+        )
         self.config = config(index_dim=width)
         block = self.config.block
         seqs = len(parts)
@@ -72,10 +80,11 @@ class Batch:
         self.page_tokens: list[Tensor] = []
         per = [-(-p.length // cache_block) for p in parts]
         spare = 3
-        cache = torch.full((sum(per) + spare, heads + 1, cache_block + 3, 2 * width + 16), torch.nan)
-        self.cache = cache[:, :, :cache_block, : 2 * width].to(dtype)
-        holder = cache.to(dtype)
-        self.cache = holder[:, :, :cache_block, : 2 * width]  # strides of a wider buffer
+        cache = torch.full(
+            (sum(per) + spare, heads + 1, cache_block + 3, 2 * width + 16), torch.nan
+        )
+        self.holder = cache.to(dtype)
+        self.cache = self.holder[:, :, :cache_block, : 2 * width]  # strides of a wider buffer
         places = torch.randperm(sum(per) + spare, generator=draw).int()
         self.table = torch.full((seqs, max(per) + 2), OUTSIDE, dtype=torch.int32)
         self.summaries = torch.full((seqs, self.max_blocks, width), torch.nan).to(dtype)
@@ -120,7 +129,12 @@ class Batch:
             own = page[pos] - 1 if page_of is None else torch.full_like(pos, page_of)
             rows["query_page"].append(torch.where(after & (page_of is None), torch.tensor(-1), own))
             rows["num_pages"].append(torch.full((part.rows,), len(part.pages)))
-            for name, value in (("seq", POISON), ("pos", -1), ("query_page", POISON), ("num_pages", POISON)):
+            for name, value in (
+                ("seq", POISON),
+                ("pos", -1),
+                ("query_page", POISON),
+                ("num_pages", POISON),
+            ):
                 rows[name].append(torch.full((part.padding,), value))
             start.append(start[-1] + part.rows + part.padding)
         self.row = {k: torch.cat(v).int() for k, v in rows.items()}
@@ -135,31 +149,43 @@ class Batch:
     # ---------------------------------------------------------------- the kernels
     def grouped(self, launch: PrefillRow, *, given: bool = False) -> dict[str, Tensor]:
         shapes = grouping.group_shapes(self.num_rows, len(self.parts), launch.tile)
-        groups = {k: torch.full(s, POISON, dtype=torch.int32) for k, s in shapes.items()}
+        groups = {
+            k: torch.full(s, POISON, dtype=torch.int32, device=DEVICE) for k, s in shapes.items()
+        }
+        row = {k: v.to(DEVICE) for k, v in self.row.items()}
         grouping.group_rows(
-            self.row["seq"],
-            self.row["pos"],
-            self.row["query_page"],
-            self.row["num_pages"],
-            self.query_start,
-            self.starts,
-            self.ranges,
-            self.cache,
-            self.table,
+            row["seq"],
+            row["pos"],
+            row["query_page"],
+            row["num_pages"],
+            self.query_start.to(DEVICE),
+            None if self.starts is None else self.starts.to(DEVICE),
+            None if self.ranges is None else self.ranges.to(DEVICE),
+            self.device_cache(),
+            self.table.to(DEVICE),
             groups,
             block=self.config.block,
             local_blocks=self.config.local_blocks,
             tile=launch.tile,
             starts_given=given,
         )
-        return groups
+        return {k: v.cpu() for k, v in groups.items()}
 
-    def select(self, launch: PrefillRow, groups: dict[str, Tensor], **changed: object) -> tuple[Tensor, Tensor, int]:
+    def device_cache(self) -> Tensor:
+        return self.holder.to(DEVICE)[:, :, : self.cache.shape[2], : self.cache.shape[3]]
+
+    def select(
+        self, launch: PrefillRow, groups: dict[str, Tensor], **changed: object
+    ) -> tuple[Tensor, Tensor, int]:
         """ids, bias and the number of rows of the second launch."""
         shapes = selecting.select_shapes(self.num_rows, len(self.parts))
-        scratch = {k: torch.full(s, POISON, dtype=torch.int32) for k, s in shapes.items()}
-        ids = torch.full((self.num_rows, self.config.topk), POISON, dtype=torch.int32)
-        bias = torch.full((self.num_rows, self.config.topk), torch.nan)
+        scratch = {
+            k: torch.full(s, POISON, dtype=torch.int32, device=DEVICE) for k, s in shapes.items()
+        }
+        ids = torch.full(
+            (self.num_rows, self.config.topk), POISON, dtype=torch.int32, device=DEVICE
+        )
+        bias = torch.full((self.num_rows, self.config.topk), torch.nan, device=DEVICE)
         rule = self.config
         numbers: dict[str, object] = {
             "scale": rule.scale[0],
@@ -170,11 +196,11 @@ class Batch:
             "window": rule.window,
         }
         selecting.select_prefill(
-            self.index_query,
-            self.summaries,
-            self.ranges,
-            self.row["pos"],
-            groups,
+            self.index_query.to(DEVICE),
+            self.summaries.to(DEVICE),
+            None if self.ranges is None else self.ranges.to(DEVICE),
+            self.row["pos"].to(DEVICE),
+            {k: v.to(DEVICE) for k, v in groups.items()},
             scratch,
             ids,
             bias,
@@ -182,10 +208,15 @@ class Batch:
             launch=launch,
             **(numbers | changed),
         )
-        return ids, bias, int(scratch["redo_count"].sum())
+        return ids.cpu(), bias.cpu(), int(scratch["redo_count"].sum())
 
     def attend(
-        self, launch: PrefillRow, groups: dict[str, Tensor], ids: Tensor, bias: Tensor, budget: int = 1 << 30
+        self,
+        launch: PrefillRow,
+        groups: dict[str, Tensor],
+        ids: Tensor,
+        bias: Tensor,
+        budget: int = 1 << 30,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         shapes = attend.attend_shapes(
             self.num_rows,
@@ -199,8 +230,14 @@ class Batch:
             budget=budget,
             launch=launch,
         )
-        fill = {"int32": (torch.int32, POISON), "float32": (torch.float32, torch.nan), "query": (self.dtype, torch.nan)}
-        scratch = {k: torch.full(shape, fill[t][1], dtype=fill[t][0]) for k, (t, shape) in shapes.items()}
+        fill = {
+            "int32": (torch.int32, POISON),
+            "float32": (torch.float32, torch.nan),
+            "query": (self.dtype, torch.nan),
+        }
+        scratch = {
+            k: torch.full(shape, fill[t][1], dtype=fill[t][0]) for k, (t, shape) in shapes.items()
+        }
         out = torch.full_like(self.query, torch.nan)
         attend.attend_prefill(
             self.query,
@@ -217,7 +254,7 @@ class Batch:
             max_blocks=self.max_blocks,
             launch=launch,
         )
-        return out, scratch
+        return out.cpu(), {k: v.cpu() for k, v in scratch.items()}
 
     # ---------------------------------------------------------------- the answers
     def candidates(self, i: int, given: bool = False) -> tuple[list[int], bool]:
@@ -225,7 +262,11 @@ class Batch:
         rule, r, pos = self.config, int(self.row["seq"][i]), int(self.row["pos"][i])
         remote = list(range(pos // rule.block - rule.local_blocks + 1))
         page = int(self.row["query_page"][i]) + 1
-        own = [b for b in remote if (self.image[r][b * rule.block : (b + 1) * rule.block] == page).any()]
+        own = [
+            b
+            for b in remote
+            if (self.image[r][b * rule.block : (b + 1) * rule.block] == page).any()
+        ]
         known = 0 < page <= int(self.row["num_pages"][i]) and (page <= pos or given)
         return (own, True) if own and known else (remote, False)
 

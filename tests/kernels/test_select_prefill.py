@@ -23,7 +23,9 @@ BATCHES = {
 }
 
 
-def check_grouping(batch: Batch, groups: dict[str, torch.Tensor], tile: int, given: bool = False) -> None:
+def check_grouping(
+    batch: Batch, groups: dict[str, torch.Tensor], tile: int, given: bool = False
+) -> None:
     pos, seq = batch.row["pos"], batch.row["seq"]
     live = batch.live()
     own = {}

@@ -1,0 +1,610 @@
+"""Check and time the prefill kernels on a GPU, kernel by kernel and variant by variant.
+
+    python benchmarks/tune_prefill.py                       everything, a few minutes; the table comes last
+    python benchmarks/tune_prefill.py --only random-32768,pages-131072 --no-tune
+    python benchmarks/tune_prefill.py --json out.json
+
+Every variant is compiled first, in parallel processes. Times are medians of CUDA-graph replays (L2 warm); a kernel's time
+is that of its launcher with the other kernels left out. bf16, 10 heads of 128, cache blocks of 64, shuffled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.correlated import index_queries, summaries
+from dash_portable.kernels import attend_prefill as attend
+from dash_portable.kernels import group_rows as grouping
+from dash_portable.kernels import select_prefill as select
+from dash_portable.kernels.launch_prefill import PrefillRow, prefill_row
+
+BLOCK, LOCAL_BLOCKS, TOPK, WINDOW, HEADS, WIDTH, CACHE_BLOCK = 32, 4, 12, 16, 10, 128, 64
+SCALE, FLOOR, SIGMA = 20.0, 1e-6, 2.0
+DEVICE = "cuda"
+KERNELS = {
+    "group": (grouping, ("rows_class", "rows_count", "rows_tiles", "rows_order")),
+    "select": (select, ("select_tile", "select_redo")),
+    "attend": (
+        attend,
+        ("union", "invert_sum", "invert_offset", "invert_place", "attend_padding", "attend_tile")
+        + ("attend_pair", "attend_merge"),
+    ),
+}
+
+
+def prompt(pages: list[int], tail: int = 0) -> list[tuple[int, int]]:
+    """(text, image) tokens of each page, a marker first; `tail` tokens of text behind them."""
+    return [(1, images) for images in pages] + ([(tail, 0)] if tail else [])
+
+
+# name -> (sequences as lists of pages or a length without pages, correlation of neighbours)
+WORKLOADS: dict[str, tuple[list[list[tuple[int, int]] | int], float]] = {
+    **{f"random-{n}": ([n], 0.0) for n in (8192, 32768, 131072)},
+    **{f"pages-{n}": ([prompt([273] * (n // 274))], 0.0) for n in (8192, 32768, 131072)},
+    **{f"alike-{n}": ([prompt([273] * (n // 274))], 0.99) for n in (32768, 131072)},
+    **{f"text-c0.9-{n}": ([n], 0.9) for n in (32768, 131072)},
+    **{f"{n}-pages": ([prompt([273] * n)], 0.95) for n in (1, 8, 30)},
+    "16-tiled": ([prompt([1899]) for _ in range(16)], 0.9),
+    "16-tiled-random": ([prompt([1899]) for _ in range(16)], 0.0),
+    "32-mixed": ([prompt([273] * (1 + n % 7)) for n in range(32)], 0.9),
+}
+QUICK = ("random-8192",)
+SELECT_VARIANTS = [
+    {"select_groups": g, "select_warps": w, "select_stages": s, "select_options": o}
+    for g, w, s, o in (
+        (64, 4, 3, {}),
+        (64, 4, 3, {"maxnreg": 168}),
+        (64, 4, 2, {}),
+        (64, 8, 3, {}),
+        (64, 8, 3, {"maxnreg": 128}),
+        (128, 8, 3, {}),
+        (128, 8, 2, {}),
+        (32, 4, 3, {}),
+        (32, 4, 3, {"maxnreg": 168}),
+    )
+]
+REDO_VARIANTS = [{"redo_warps": 4}, {"redo_warps": 8}]
+TILE_VARIANTS = [
+    {"tile_blocks": b, "tile_step": k, "tile_warps": w, "tile_stages": s}
+    for b, k, w, s in (
+        (1, 32, 4, 2),
+        (1, 32, 4, 3),
+        (1, 64, 4, 2),
+        (1, 64, 4, 3),
+        (2, 64, 4, 2),
+        (2, 64, 4, 3),
+        (2, 64, 8, 2),
+        (2, 128, 4, 2),
+    )
+]
+PAIR_VARIANTS = [
+    {"pair_tile": m, "pair_heads": h, "pair_warps": w, "pair_stages": s, "pair_programs": p}
+    for m, h, w, s, p in (
+        (64, 10, 4, 3, 1 << 20),
+        (64, 10, 4, 3, 528),
+        (64, 10, 4, 2, 1 << 20),
+        (64, 5, 4, 3, 1 << 20),
+        (64, 10, 4, 4, 1 << 20),
+        (128, 10, 8, 2, 1 << 20),
+        (32, 10, 2, 3, 1 << 20),
+        (64, 10, 8, 3, 1 << 20),
+    )
+]
+MERGE_VARIANTS = [
+    {"merge_rows": r, "merge_warps": w} for r, w in ((4, 1), (2, 1), (8, 1), (8, 2), (16, 4))
+]
+UNION_VARIANTS = [{"union_warps": w} for w in (1, 2, 4)]
+STAGES = {
+    "select_tile": SELECT_VARIANTS,
+    "select_redo": REDO_VARIANTS,
+    "union": UNION_VARIANTS,
+    "attend_tile": TILE_VARIANTS,
+    "attend_pair": PAIR_VARIANTS,
+    "attend_merge": MERGE_VARIANTS,
+}
+LIMITS = (0, 24, 32, 48, 64, 96)
+BUDGETS = (256 << 20, 512 << 20, 1 << 30, 2 << 30, 4 << 30)
+
+
+class Nothing:
+    """Stands in for a kernel that is left out."""
+
+    def __getitem__(self, grid: object) -> Any:
+        return lambda *args, **options: None
+
+
+class Work:
+    """One workload on the GPU."""
+
+    def __init__(self, name: str, budget: int = 1 << 30) -> None:
+        parts, self.correlation = WORKLOADS[name]
+        self.name, self.budget = name, budget
+        pages = [p if isinstance(p, list) else [] for p in parts]
+        self.lengths = [sum(a + b for a, b in p) if isinstance(p, list) else p for p in parts]
+        self.rows, self.seqs = sum(self.lengths), len(parts)
+        self.max_blocks = -(-max(self.lengths) // BLOCK)
+        start = torch.tensor([0, *self.lengths]).cumsum(0)
+        seq = torch.repeat_interleave(torch.arange(self.seqs), torch.tensor(self.lengths))
+        pos = torch.arange(self.rows) - start[seq]
+        page = torch.zeros(self.rows, dtype=torch.int64)
+        image = torch.zeros(self.rows, dtype=torch.bool)
+        starts = torch.zeros(self.seqs, max(map(len, pages)) + 1, 2, dtype=torch.int64)
+        for r, layout in enumerate(pages):
+            at = 0
+            for g, (text, images) in enumerate(layout, 1):
+                page[start[r] + at : start[r] + at + text + images] = g
+                image[start[r] + at + text : start[r] + at + text + images] = True
+                starts[r, g] = torch.tensor([at, text + images])
+                at += text + images
+        ranges = torch.zeros(self.seqs, self.max_blocks, 2, dtype=torch.int64)
+        shown = torch.where(image, page, 0)
+        at = seq * self.max_blocks + pos // BLOCK
+        high = ranges[..., 1].flatten().scatter_reduce(0, at, shown, "amax")
+        low = torch.full_like(high, 1 << 30).scatter_reduce(0, at[image], shown[image], "amin")
+        ranges = torch.stack([torch.where(high > 0, low, 0), high], -1).view(self.seqs, -1, 2)
+        count = torch.tensor([len(p) for p in pages])
+        self.row = {
+            "seq": seq,
+            "pos": pos,
+            "query_page": page - 1,
+            "num_pages": count[seq],
+        }
+        self.row = {k: v.int().to(DEVICE) for k, v in self.row.items()}
+        self.query_start = start.int().to(DEVICE)
+        self.starts, self.ranges = starts.int().to(DEVICE), ranges.int().contiguous().to(DEVICE)
+        draw = torch.Generator(DEVICE).manual_seed(0)
+        per = [-(-n // CACHE_BLOCK) for n in self.lengths]
+        blocks = sum(per)
+        shape = (blocks, HEADS + 1, CACHE_BLOCK, 2 * WIDTH)
+        self.cache = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+        for b in range(0, blocks, 512):
+            self.cache[b : b + 512].normal_(generator=draw)
+        place = torch.randperm(blocks, generator=draw, device=DEVICE).int()
+        self.table = torch.zeros(self.seqs, max(per), dtype=torch.int32, device=DEVICE)
+        used = 0
+        for r, n in enumerate(per):
+            self.table[r, :n] = place[used : used + n]
+            used += n
+        queries = index_queries(self.rows, WIDTH, self.correlation)
+        keys = summaries(self.seqs * self.max_blocks, WIDTH)
+        self.index_query = torch.from_numpy(queries).to(DEVICE, torch.bfloat16)
+        self.summaries = (
+            torch.from_numpy(keys).to(DEVICE, torch.bfloat16).view(self.seqs, -1, WIDTH)
+        )
+        self.query = torch.empty(
+            self.rows, HEADS, WIDTH, dtype=torch.bfloat16, device=DEVICE
+        ).normal_(generator=draw)
+        self.out = torch.full_like(self.query, torch.nan)
+        self.ids = torch.full((self.rows, TOPK), -7, dtype=torch.int32, device=DEVICE)
+        self.bias = torch.full((self.rows, TOPK), torch.nan, device=DEVICE)
+        self.use(prefill_row("sm90"))
+
+    def use(self, launch: PrefillRow, budget: int | None = None) -> None:
+        """Scratch for a row of launches."""
+        self.launch, self.scratch = launch, {}
+        self.budget = self.budget if budget is None else budget
+        shapes = grouping.group_shapes(self.rows, self.seqs, launch.tile)
+        self.groups = {k: self._ints(s) for k, s in shapes.items()}
+        self.lists = {
+            k: self._ints(s) for k, s in select.select_shapes(self.rows, self.seqs).items()
+        }
+        kinds = {"int32": torch.int32, "float32": torch.float32, "query": torch.bfloat16}
+        wanted = attend.attend_shapes(
+            self.rows,
+            self.seqs,
+            self.groups["tiles"].shape[0],
+            self.max_blocks,
+            HEADS,
+            WIDTH,
+            2,
+            TOPK,
+            budget=self.budget,
+            launch=launch,
+        )
+        self.scratch = {
+            k: torch.zeros(s, dtype=kinds[t], device=DEVICE) for k, (t, s) in wanted.items()
+        }
+
+    def _ints(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+
+    def group(self) -> None:
+        row = self.row
+        grouping.group_rows(
+            row["seq"],
+            row["pos"],
+            row["query_page"],
+            row["num_pages"],
+            self.query_start,
+            self.starts,
+            self.ranges,
+            self.cache,
+            self.table,
+            self.groups,
+            block=BLOCK,
+            local_blocks=LOCAL_BLOCKS,
+            tile=self.launch.tile,
+        )
+
+    def select(self) -> None:
+        select.select_prefill(
+            self.index_query,
+            self.summaries,
+            self.ranges,
+            self.row["pos"],
+            self.groups,
+            self.lists,
+            self.ids,
+            self.bias,
+            scale=SCALE,
+            floor=FLOOR,
+            sigma=SIGMA,
+            block=BLOCK,
+            topk=TOPK,
+            window=WINDOW,
+            tile=self.launch.tile,
+            launch=self.launch,
+        )
+
+    def attend(self) -> None:
+        attend.attend_prefill(
+            self.query,
+            self.cache,
+            self.table,
+            self.row["pos"],
+            self.ids,
+            self.bias,
+            self.groups,
+            self.scratch,
+            self.out,
+            block=BLOCK,
+            local=LOCAL_BLOCKS * BLOCK,
+            max_blocks=self.max_blocks,
+            launch=self.launch,
+        )
+
+    def whole(self) -> None:
+        self.group()
+        self.select()
+        self.attend()
+
+    # ------------------------------------------------------------------ is it right?
+    def check(self, rows: int = 400) -> str:
+        """Sampled rows against torch: blocks by their scores in float64, attention in float32."""
+        self.ids.fill_(-7)
+        self.bias.fill_(torch.nan)
+        self.out.fill_(torch.nan)
+        self.whole()
+        torch.cuda.synchronize()
+        draw = torch.Generator(DEVICE).manual_seed(9)
+        few = min(rows, self.rows)
+        at = torch.cat([torch.randint(0, self.rows, (few,), generator=draw, device=DEVICE),
+                        torch.arange(self.rows - min(40, self.rows), self.rows, device=DEVICE)])  # fmt: skip
+        at = at.sort().values
+        wrong, worst, error = 0, 0.0, 0.0
+        for r in range(self.seqs):
+            mine = at[self.row["seq"][at] == r]
+            if not len(mine):
+                continue
+            pos, page = self.row["pos"][mine].long(), self.row["query_page"][mine] + 1
+            block = torch.arange(self.max_blocks, device=DEVICE)
+            remote = block[None] <= (pos // BLOCK - LOCAL_BLOCKS)[:, None]
+            low, high = self.ranges[r, :, 0][None], self.ranges[r, :, 1][None]
+            own = remote & (low <= page[:, None]) & (page[:, None] <= high) & (page > 0)[:, None]
+            allowed = torch.where(own.any(1, keepdim=True), own, remote)
+            raw = self.index_query[mine].double() @ self.summaries[r].double().T
+            score = torch.where(allowed, raw / WIDTH * SCALE, -torch.inf)
+            if score.shape[1] < WINDOW:
+                score = F.pad(score, (0, WINDOW - score.shape[1]), value=-torch.inf)
+            best = score.sort(dim=1, descending=True, stable=True)
+            want, value = best.indices[:, :TOPK], best.values[:, :TOPK]
+            got = self.ids[mine].long()
+            mine_value = torch.where(got >= 0, score.gather(1, got.clamp_min(0)), -torch.inf)
+            twice = (got.sort(1).values.diff(dim=1) == 0) & (got.sort(1).values[:, 1:] >= 0)
+            near = ((mine_value - value).abs() < 1e-4) | (mine_value == value)
+            wrong += int((~near.all(1) | twice.any(1)).sum())
+            worst = max(worst, float((mine_value - value).abs().nan_to_num(0, 0, 0).max()))
+            error = max(error, self._attention_error(r, mine[:: max(1, len(mine) // 60)]))
+        assert not self.out.isnan().any()
+        assert not self.bias.isnan().any()
+        redone = int(self.lists["redo_count"].sum()) / self.rows
+        tiles = self.groups["tiles"][:, 0] >= 0
+        counts = self.scratch["count"][tiles]
+        by_block = float((counts < 0).float().mean())
+        union = float(counts[counts >= 0].float().mean()) if bool((counts >= 0).any()) else 0.0
+        verdict = "ok" if wrong == 0 and error < 2e-2 else "WRONG"
+        return (
+            f"{verdict}: {wrong} of {len(at)} rows wrong, score off {worst:.0e}, attention {error:.0e}; "
+            f"second pass {redone:.1%}, tiles by block {by_block:.0%}, union {union:.0f}"
+        )
+
+    def _attention_error(self, r: int, rows: torch.Tensor) -> float:
+        pos = self.row["pos"][rows].long()
+        begin = (pos + 1 - LOCAL_BLOCKS * BLOCK).clamp_min(0)
+        ids, bias = self.ids[rows].long(), self.bias[rows]
+        token = ids[..., None] * BLOCK + torch.arange(BLOCK, device=DEVICE)
+        ok = (ids[..., None] >= 0) & (token < begin[:, None, None])
+        near = begin[:, None] + torch.arange(LOCAL_BLOCKS * BLOCK, device=DEVICE)
+        token = torch.cat([token.flatten(1), near], 1)
+        ok = torch.cat([ok.flatten(1), near <= pos[:, None]], 1)
+        token = torch.where(ok, token, 0)
+        added = torch.cat(
+            [bias.repeat_interleave(BLOCK, 1), torch.zeros_like(near, dtype=torch.float)], 1
+        )
+        held = self.cache[
+            self.table[r].long()[token // CACHE_BLOCK], :HEADS, token % CACHE_BLOCK
+        ].float()
+        logit = (
+            torch.einsum("nhd,nthd->nht", self.query[rows].float(), held[..., :WIDTH]) * WIDTH**-0.5
+        )
+        logit = (logit + added[:, None]).masked_fill(~ok[:, None], -torch.inf)
+        exact = torch.einsum("nht,nthd->nhd", logit.softmax(-1), held[..., WIDTH:])
+        return float(((exact - self.out[rows].float()).norm(dim=-1) / exact.norm(dim=-1)).max())
+
+    def same_bits(self) -> str:
+        """Another run, and a union limit of 0 with another budget: selections equal; outputs of limit 0 equal."""
+        launch, budget = self.launch, self.budget
+        self.whole()
+        ids, bias = self.ids.clone(), self.bias.clone()
+        outs = []
+        for size in (budget, 64 << 20):
+            self.use(launch._replace(union_limit=0), size)
+            self.whole()
+            outs.append(self.out.clone())
+        self.use(launch._replace(select_groups=32), budget)
+        self.whole()
+        same = torch.equal(ids, self.ids) and torch.equal(bias, self.bias)
+        self.use(launch, budget)
+        return f"selection with other groups equal: {same}; outputs by block equal: {torch.equal(*outs)}"
+
+
+def median_us(run: Any, budget_ms: float = 120.0) -> float:
+    """Median of graph replays of one call."""
+    run()
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    once = max(begin.elapsed_time(end), 0.02)
+    calls = max(1, min(10, int(1.0 / once)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    graph.replay()
+    times = []
+    for _ in range(max(5, min(30, int(budget_ms / (once * calls))))):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / calls * 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def alone(work: Work, kernel: str) -> float:
+    """Time of one kernel: its launcher with the others left out (after a whole run, so that its inputs are right)."""
+    stage = next(s for s, (_, names) in KERNELS.items() if kernel in names)
+    module, names = KERNELS[stage]
+    kept = {n: getattr(module, f"{n}_kernel") for n in names}
+    try:
+        for n in names:
+            if n != kernel:
+                setattr(module, f"{n}_kernel", Nothing())
+        return median_us(getattr(work, stage))
+    finally:
+        for n, found in kept.items():
+            setattr(module, f"{n}_kernel", found)
+
+
+def compile_all(share: int, of: int) -> None:
+    """Every variant once, on a small workload: fills Triton's cache."""
+    work = Work("random-8192")
+    jobs: list[PrefillRow] = [prefill_row("sm90")]
+    jobs += [prefill_row("sm90")._replace(**v) for variants in STAGES.values() for v in variants]
+    jobs += [prefill_row("sm90")._replace(union_limit=n) for n in LIMITS]
+    for number, launch in enumerate(jobs):
+        if number % of == share:
+            try:
+                work.use(launch)
+                work.whole()
+                torch.cuda.synchronize()
+            except (
+                Exception
+            ) as error:  # a variant that cannot run is reported again, by name, where it is timed
+                print(f"compile {launch}: {str(error)[:200]}", flush=True)
+
+
+def tune(work: Work, kernels: list[str]) -> tuple[PrefillRow, dict[str, Any]]:
+    """The fastest variant of each kernel, one kernel after another."""
+    launch, found = work.launch, {}
+    for kernel in kernels:
+        times: dict[str, float] = {}
+        best = (float("inf"), launch)
+        for change in STAGES[kernel]:
+            variant = launch._replace(**change)
+            try:
+                work.use(variant)
+                work.whole()
+                torch.cuda.synchronize()
+                took = alone(work, kernel)
+            except Exception as error:
+                print(f"   {kernel} {change}: {str(error)[:160]}", flush=True)
+                continue
+            times[",".join(str(v) for v in change.values())] = round(took, 1)
+            if took < best[0]:
+                best = (took, variant)
+        launch = best[1]
+        found[kernel] = times
+        print(f"   {work.name} {kernel}: {times}", flush=True)
+    work.use(launch)
+    return launch, found
+
+
+def dense_us(work: Work) -> dict[str, float]:
+    """Dense causal attention of the same sequences, one call each length group, by torch's backends."""
+    length, many = max(work.lengths), work.seqs
+    if min(work.lengths) != length:
+        return {}
+    q, k, v = (
+        torch.randn(many, HEADS, length, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+        for _ in range(3)
+    )
+    found = {}
+    for name, backend in (
+        ("flash", SDPBackend.FLASH_ATTENTION),
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+    ):
+        try:
+            with sdpa_kernel(backend):
+                call = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
+                found[name] = (
+                    triton.testing.do_bench(call, warmup=20, rep=80, return_mode="median") * 1e3
+                )
+        except RuntimeError as error:
+            print(f"   dense {name}: {str(error)[:120]}")
+    return found
+
+
+def measure(work: Work, dense: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "workload": work.name,
+        "rows": work.rows,
+        "launch": work.launch._asdict(),
+    }
+    result["check"] = work.check()
+    result["whole"] = median_us(work.whole)
+    for stage in KERNELS:
+        result[stage] = median_us(getattr(work, stage))
+    for _, names in KERNELS.values():
+        for kernel in names:
+            result[kernel] = alone(work, kernel)
+    if dense:
+        result["dense"] = dense_us(work)
+    return result
+
+
+def line(result: dict[str, Any]) -> str:
+    parts = " ".join(
+        f"{k} {result[k]:.0f}"
+        for k in (
+            "select_tile",
+            "select_redo",
+            "union",
+            "invert_offset",
+            "invert_place",
+            "attend_tile",
+        )
+        + ("attend_pair", "attend_merge")
+    )
+    dense = " ".join(f"{k} {v:.0f}" for k, v in result.get("dense", {}).items())
+    return (
+        f"{result['workload']:18s} whole {result['whole']:7.0f} us = group {result['group']:.0f} + select "
+        f"{result['select']:.0f} + attend {result['attend']:.0f} | {parts} | dense {dense or '-'}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", help="comma list of workloads")
+    parser.add_argument("--no-tune", action="store_true", help="the shipped launch rows only")
+    parser.add_argument("--no-dense", action="store_true")
+    parser.add_argument("--json", help="file for all figures")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.compile:
+        compile_all(*map(int, args.compile.split("/")))
+        return
+    begin = time.time()
+    if not args.no_tune:
+        many = min(16, os.cpu_count() or 1)
+        command = [sys.executable, __file__, "--compile"]
+        children = [subprocess.Popen([*command, f"{n}/{many}"]) for n in range(many)]
+        print(
+            "compiled, exit codes",
+            sorted({c.wait() for c in children}),
+            f"{time.time() - begin:.0f} s",
+        )
+    print(torch.__version__, triton.__version__, torch.cuda.get_device_name(0), flush=True)
+    names = args.only.split(",") if args.only else list(WORKLOADS)
+    results, launches = [], {}
+    if not args.no_tune:
+        for name, kernels in (
+            (
+                "random-131072",
+                ["select_tile", "select_redo", "union", "attend_pair", "attend_merge"],
+            ),
+            ("random-8192", ["select_tile", "attend_pair", "attend_merge"]),
+            ("alike-131072", ["attend_tile", "union"]),
+            ("16-tiled", ["attend_tile"]),
+        ):
+            if args.only and name not in names:
+                continue
+            work = Work(name)
+            work.whole()
+            launch, found = tune(work, kernels)
+            launches[name] = launch
+            results.append({"workload": name, "tuned": found, "launch": launch._asdict()})
+            if name == "random-131072":
+                for budget in BUDGETS:
+                    work.use(launch, budget)
+                    print(
+                        f"   {name} budget {budget >> 20} MiB: attend {median_us(work.attend):.0f} us",
+                        flush=True,
+                    )
+            del work
+            torch.cuda.empty_cache()
+        for name in ("text-c0.9-131072", "16-tiled"):
+            if args.only and name not in names:
+                continue
+            work = Work(name)
+            for limit in LIMITS:
+                work.use(work.launch._replace(union_limit=limit))
+                work.whole()
+                print(
+                    f"   {name} union limit {limit}: attend {median_us(work.attend):.0f} us",
+                    flush=True,
+                )
+            del work
+            torch.cuda.empty_cache()
+    lines = []
+    for name in names:
+        work = Work(name)
+        if name in ("pages-8192", "32-mixed"):
+            print(f"   {name}: {work.same_bits()}", flush=True)
+        result = measure(work, not args.no_dense)
+        print(f"   {name}: {result['check']}", flush=True)
+        results.append(result)
+        lines.append(line(result))
+        del work
+        torch.cuda.empty_cache()
+    for name, launch in launches.items():
+        base = prefill_row("sm90")
+        changed = {k: v for k, v in launch._asdict().items() if v != getattr(base, k)}
+        print(f"best of {name}: {changed}")
+    print(f"shipped rows, us, {time.time() - begin:.0f} s in all:")
+    print("\n".join(lines))
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1, default=str))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Compile cases of the prefill kernels: the types, constants and launch rows of real launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..audit.case import EVERYWHERE, Case, Launch
+from . import attend_prefill, group_rows, select_prefill, union
+from .launch_prefill import FLOAT32, PREFILL, PrefillRow
+
+HQ, TOPK, W = 10, 12, 16
+
+
+def _launches(make: Any, dtype: str = "bf16") -> dict[str, tuple[Launch, ...]]:
+    """The launch of every arch that has a row, and of all the others."""
+    rows: dict[str, PrefillRow] = {"*": FLOAT32} if dtype == "fp32" else PREFILL
+    return {EVERYWHERE if arch == "*" else arch: (make(row),) for arch, row in rows.items()}
+
+
+def _ints(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "i32")
+
+
+def _pointers(dtype: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, f"*{dtype}")
+
+
+def _strides(*names: str) -> dict[str, str]:
+    return {f"stride_{name}": "i32:16" for name in names}
+
+
+def _group_cases() -> dict[str, Case]:
+    rows = {"ROWS": group_rows.CHUNK}
+    fields = {"FIELDS": group_rows.TILE_FIELDS}
+    common = ("page_ptr", "before_ptr")
+    return {
+        "rows_class": Case(
+            group_rows.rows_class_kernel,
+            _pointers(
+                "i32",
+                "seq_ptr",
+                "pos_ptr",
+                "query_page_ptr",
+                "num_pages_ptr",
+                "start_ptr",
+                "range_ptr",
+            )
+            | {"cache_ptr": "*bf16"}
+            | _pointers("i32", "table_ptr", "first_ptr", "last_ptr", "page_ptr", "part_ptr")
+            | _ints("num_rows", "entries", "stride_sr")
+            | _strides("rr")
+            | _strides("cb", "ch", "ct", "tr"),
+            {
+                "HEADS": HQ,
+                "D": 128,
+                "P": 64,
+                "BLOCK": 32,
+                "LOCAL_BLOCKS": 4,
+                "HAS_PAGES": True,
+                "GIVEN": False,
+            }
+            | rows,
+        ),
+        "rows_count": Case(
+            group_rows.rows_count_kernel,
+            _pointers("i32", "pos_ptr", "page_ptr", "part_ptr", "before_ptr") | _ints("num_rows"),
+            rows,
+        ),
+        "rows_tiles": Case(
+            group_rows.rows_tiles_kernel,
+            _pointers("i32", "query_start_ptr", "before_ptr", "seq_tile_ptr")
+            | _ints("num_rows", "num_seqs"),
+            {"TILE": 64, "SEQS": 256},
+        ),
+        "rows_order": Case(
+            group_rows.rows_order_kernel,
+            _pointers(
+                "i32",
+                "seq_ptr",
+                "pos_ptr",
+                "query_start_ptr",
+                *common,
+                "seq_tile_ptr",
+                "order_ptr",
+                "tile_ptr",
+            )
+            | _ints("num_rows", "num_seqs", "num_tiles", "row_programs", "steps"),
+            {"TILE": 64} | rows | fields,
+        ),
+    }
+
+
+def _select_case(dtype: str, width: int, redo: bool) -> Case:
+    lists = (
+        "tile_ptr",
+        "order_ptr",
+        "first_ptr",
+        "last_ptr",
+        "page_ptr",
+        "pos_ptr",
+        "ids_ptr",
+        "redo_count_ptr",
+    )
+    types = (
+        _pointers(dtype, "query_ptr", "summary_ptr")
+        | _pointers("i32", "range_ptr", *lists, "redo_ptr")
+        | {"bias_ptr": "*fp32", "factor": "fp32", "floor": "fp32", "inv_sigma": "fp32"}
+        | _strides("sr", "rr")
+    )
+    consts: dict[str, Any] = {
+        "D": width,
+        "DP": 128 if width > 64 else 64,
+        "BLOCK": 32,
+        "TOPK": TOPK,
+        "WINDOW": 16,
+        "W": W,
+        "HAS_PAGES": True,
+        "FIELDS": group_rows.TILE_FIELDS,
+    }
+    if redo:
+        types.pop("order_ptr")
+        return Case(
+            select_prefill.select_redo_kernel,
+            types | _ints("num_rows"),
+            consts,
+            _launches(
+                lambda r: Launch(r.redo_warps, 0, {"TILE": r.tile, "GROUPS": r.select_groups}),
+                dtype,
+            ),
+        )
+    return Case(
+        select_prefill.select_tile_kernel,
+        types,
+        consts,
+        _launches(
+            lambda r: Launch(
+                r.select_warps,
+                0,
+                {"TILE": r.tile, "GROUPS": r.select_groups, "STAGES": r.select_stages},
+                r.select_options,
+            ),
+            dtype,
+        ),
+        matrix=dtype != "fp32",
+    )
+
+
+def _union_cases() -> dict[str, Case]:
+    fields = {"FIELDS": group_rows.TILE_FIELDS}
+    pairs = {"TOPK": TOPK, "W": W} | fields
+    ints = ("max_blocks", "keys", "chunk_tiles")
+    return {
+        "union": Case(
+            union.union_kernel,
+            _pointers(
+                "i32",
+                "ids_ptr",
+                "tile_ptr",
+                "order_ptr",
+                "count_ptr",
+                "union_ptr",
+                "hist_ptr",
+                "rank_ptr",
+            )
+            | _pointers("fp32", "bias_ptr", "weight_ptr")
+            | _ints(*ints),
+            pairs,
+            _launches(
+                lambda r: Launch(
+                    r.union_warps,
+                    0,
+                    {"TILE": r.tile, "LIMIT": r.union_limit, "ROOM": max(r.union_limit, 1)},
+                )
+            ),
+        ),
+        "invert_sum": Case(
+            union.invert_sum_kernel,
+            _pointers("i32", "hist_ptr", "part_ptr") | _ints("keys", "parts"),
+            {"STEP": union.KEYS, "TILE": 64},
+            {EVERYWHERE: (Launch(8),)},
+        ),
+        "invert_offset": Case(
+            union.invert_offset_kernel,
+            _pointers("i32", "hist_ptr", "part_ptr", "offset_ptr", "first_ptr")
+            | _ints("keys", "parts"),
+            {"STEP": union.KEYS, "TILE": 64},
+            {EVERYWHERE: (Launch(8),)},
+        ),
+        "invert_place": Case(
+            union.invert_place_kernel,
+            _pointers(
+                "i32",
+                "ids_ptr",
+                "tile_ptr",
+                "order_ptr",
+                "count_ptr",
+                "rank_ptr",
+                "offset_ptr",
+                "first_ptr",
+            )
+            | _pointers("i32", "pair_ptr", "entry_ptr")
+            | _ints(*ints, "num_tiles", "chunk_pairs", "entries", "entry_programs", "steps"),
+            pairs | {"ENTRIES": union.ENTRIES},
+            _launches(lambda r: Launch(4, 0, {"TILE": r.tile, "PAIR_TILE": r.pair_tile})),
+        ),
+    }
+
+
+def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> dict[str, Case]:
+    padded = 128 if width > 64 else 64
+    shape = {"HQ": HQ, "D": width, "DP": padded, "FIELDS": group_rows.TILE_FIELDS}
+    cached = shape | {"G": group, "P": cache_block, "BLOCK": 32, "LOCAL": 128}
+    rows = (
+        _pointers(dtype, "query_ptr", "cache_ptr")
+        | _pointers("i32", "table_ptr", "tile_ptr", "order_ptr", "pos_ptr")
+        | {"scale": "fp32"}
+        | _strides("cb", "ch", "ct", "tr")
+    )
+    name = f"{dtype}_d{width}_p{cache_block}"
+    matrix = dtype != "fp32"
+    return {
+        f"attend_tile_{name}": Case(
+            attend_prefill.attend_tile_kernel,
+            rows
+            | _pointers("i32", "count_ptr", "union_ptr")
+            | _pointers("fp32", "weight_ptr", "mass_ptr")
+            | _pointers(dtype, "out_ptr"),
+            cached,
+            _launches(
+                lambda r: Launch(
+                    r.tile_warps,
+                    0,
+                    {
+                        "TILE": r.tile,
+                        "ROOM": max(r.union_limit, 1),
+                        "PAIR": r.tile_blocks,
+                        "STEP": r.tile_step,
+                        "STAGES": r.tile_stages,
+                    },
+                    r.tile_options,
+                ),
+                dtype,
+            ),
+            matrix=matrix,
+        ),
+        f"attend_pair_{name}": Case(
+            attend_prefill.attend_pair_kernel,
+            rows
+            | _pointers("fp32", "bias_ptr", "part_mass_ptr")
+            | _pointers("i32", "first_ptr", "pair_ptr", "entry_ptr")
+            | _pointers(dtype, "part_ptr")
+            | _ints("keys_total", "chunk_pairs", "entries", "chunk", "chunk_tile"),
+            cached | {"TOPK": TOPK},
+            _launches(
+                lambda r: Launch(
+                    r.pair_warps,
+                    0,
+                    {"PAIR_TILE": r.pair_tile, "HEADS": r.pair_heads, "STAGES": r.pair_stages},
+                ),
+                dtype,
+            ),
+            matrix=matrix,
+        ),
+        f"attend_merge_{name}": Case(
+            attend_prefill.attend_merge_kernel,
+            _pointers("i32", "tile_ptr", "order_ptr", "count_ptr", "ids_ptr")
+            | _pointers("fp32", "mass_ptr", "part_mass_ptr")
+            | _pointers(dtype, "part_ptr", "out_ptr")
+            | _ints("chunk_tile", "num_tiles"),
+            shape | {"TOPK": TOPK, "W": W},
+            _launches(
+                lambda r: Launch(r.merge_warps, 0, {"TILE": r.tile, "ROWS": r.merge_rows}), dtype
+            ),
+        ),
+    }
+
+
+PREFILL_CASES: dict[str, Case] = {
+    **_group_cases(),
+    **_union_cases(),
+    **{
+        f"select_{stage}_{dtype}_d{width}": _select_case(dtype, width, stage == "redo")
+        for stage in ("tile", "redo")
+        for dtype, width in (("bf16", 128), ("fp16", 64), ("fp32", 128))
+    },
+    **_attend_cases("bf16", 128, 64),
+    **_attend_cases("fp16", 64, 16),
+    **_attend_cases("fp32", 128, 64),
+    "attend_padding": Case(
+        attend_prefill.attend_padding_kernel,
+        _pointers("i32", "pos_ptr") | _pointers("bf16", "out_ptr") | _ints("num_rows"),
+        {"WIDTH": HQ * 128, "ROWS": 64, "STEP": 64},
+    ),
+}
