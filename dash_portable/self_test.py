@@ -1,83 +1,192 @@
-"""Does a backend compute right on this machine? A tiny document is held against the oracle."""
+"""Does a backend answer right on this machine? A few rows through it, against the oracle in
+float64.
+
+Run by `doctor --self-test`, and once before a library that nobody has verified here is used: only
+running it shows that an argument was ignored, a base or a layout has changed, or a card is wrong.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
-from dash_portable.backends import SHARED
+import torch
+from torch import Tensor
+
+from dash_portable import reference
 from dash_portable.backends.spec import Backend
-from dash_portable.document import Document, paged
+from dash_portable.cache import CacheShape
+from dash_portable.config import DashConfig
 from dash_portable.platform.facts import Platform
+from dash_portable.step import Step, row_positions, rows_of
 
-if TYPE_CHECKING:
-    import torch
-
-    from dash_portable.plan import SharedLayer
-    from dash_portable.trial.verify import Check
-
-_TYPES = ("bfloat16", "float16", "float32")
-HEADS = 2
-_LOOKED = 24  # rows of a step that are held against the oracle
+NAN = float("nan")
 
 
-def tiny() -> Document:
-    """Two pages with rows of every kind: none, some and more remote blocks than are kept."""
-    return paged(2, answer=4, instruction=8)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Case:
+    """A step, a layer's inputs, and the exact output [N, Hq, D] float64."""
+
+    step: Step
+    query: Tensor
+    cache: Tensor
+    ids: Tensor
+    bias: Tensor
+    exact: Tensor
+
+    def error(self, out: Tensor) -> float:
+        """Largest deviation from the exact output; NaN and infinity count as infinite."""
+        gap = (out.double() - self.exact).abs()
+        return float(gap.max()) if bool(gap.isfinite().all()) else float("inf")
+
+    def allowed(self) -> float:
+        """Twice the error of rounding the exact output once, plus one step of the dtype at its
+        largest."""
+        rounded = self.exact.to(self.query.dtype).double()
+        step = torch.finfo(self.query.dtype).eps * float(self.exact.abs().max())
+        return 2 * (float((rounded - self.exact).abs().max()) + step)
 
 
-def run(backend: Backend, platform: Platform) -> str:
-    """Take a tiny document through a backend; "" when all of it agrees with the oracle.
+def make_case(
+    *,
+    phase: str = "decode",
+    dtype: torch.dtype = torch.bfloat16,
+    group: int = 1,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    block_size: int = 32,
+    seed: int = 0,
+    strided: bool = False,
+    graph: bool = False,
+    device: str = "cpu",
+) -> Case:
+    """Sequences with many, few and no remote blocks, a window that a block reaches into, padding
+    rows between.
 
-    Store and select are the backend's own where it has them, else plain torch: what is tested is
-    who attends. Whatever goes wrong in a library comes back as text.
+    Unused places of the cache, the auxiliary head and all of a padding row hold NaN.
     """
-    import torch
-
-    device = torch.device(platform.device_type)
-    takes = backend.capability.dtypes
-    for name in [one for one in _TYPES if takes is None or one in takes][:2]:
-        try:
-            checks = _checks(backend, device, getattr(torch, name))
-        except Exception as error:  # a library may fail with anything: its words are the verdict
-            return " ".join(f"{name}: {type(error).__name__}: {error}".split())
-        for check in checks:
-            if not check.ok:
-                return f"{name}: {check.name} off by {check.error:.3g}, allowed {check.allowed:.3g}"
-    return ""
-
-
-def _checks(backend: Backend, device: torch.device, dtype: torch.dtype) -> list[Check]:
-    import torch
-
-    from dash_portable.document import model_config
-    from dash_portable.trial.feed import Feed, watch
-    from dash_portable.trial.inputs import layer_inputs
-    from dash_portable.trial.verify import Oracle, worst
-
-    row = next((row for row in SHARED if row.name == backend.name), SHARED[-1])
-    document, config = tiny(), model_config()
-    feed = Feed(
-        document=document,
+    maker = torch.Generator().manual_seed(seed)
+    config = DashConfig(index_dim=head_dim, scale=(1.0,), floor=(1e-4,))
+    seq_lens = [700, 5, 143, 168, 40, 301]
+    # The fifth sequence has only a padding row; prefill rows are the last of their sequences.
+    query_lens = [1] * 6 if phase == "decode" else [3, 5, 2, 1, 1, 2]
+    padding = {4} if phase == "decode" else {1, 11}
+    row_seq, query_start = rows_of(query_lens, torch.device("cpu"))
+    rows = len(row_seq)
+    needed = [-(-length // block_size) for length in seq_lens]
+    blocks = sum(needed) + 3
+    order = torch.randperm(blocks, generator=maker)
+    table = torch.full((len(seq_lens), max(needed) + 1), 2**30, dtype=torch.int32)
+    width = 2 * head_dim
+    if strided:  # a slice of a wider buffer whose token stride is not its width
+        cache = torch.full((blocks, kv_heads + 2, block_size, width + 16), NAN, dtype=dtype)
+        cache = cache[:, : kv_heads + 1, :, :width]
+    else:
+        cache = torch.full((blocks, kv_heads + 1, block_size, width), NAN, dtype=dtype)
+    dense, first = [], 0
+    for seq, length in enumerate(seq_lens):
+        mine = order[first : first + needed[seq]]
+        first += needed[seq]
+        table[seq, : needed[seq]] = mine.int()
+        both = torch.randn(length, kv_heads, width, generator=maker).to(dtype)
+        token = torch.arange(length)
+        cache[mine[token // block_size], :kv_heads, token % block_size] = both
+        dense.append(both.double())
+    slots = torch.tensor([-1 if row in padding else row for row in range(rows)])
+    row_pos = row_positions(slots, row_seq, query_start, torch.tensor(seq_lens))
+    query = torch.randn(rows, kv_heads * group, head_dim, generator=maker).to(dtype)
+    ids = torch.full((rows, config.topk), -1, dtype=torch.int32)
+    bias = torch.zeros(rows, config.topk)
+    exact = torch.zeros(rows, kv_heads * group, head_dim, dtype=torch.float64)
+    for row in range(rows):
+        position = int(row_pos[row])
+        if position < 0:
+            query[row] = NAN
+            ids[row], bias[row] = 7, NAN
+            continue
+        remote = max(position // config.block - config.local_blocks + 1, 0)
+        kept = min(remote, config.topk - row % 3)
+        chosen = torch.randperm(remote, generator=maker)[:kept]
+        if remote and row % 2 == 0 and remote - 1 not in chosen:
+            chosen[-1] = remote - 1  # the nearest one, which may reach into the window
+        ids[row, :kept] = chosen.int()
+        bias[row, :kept] = 3 * torch.randn(kept, generator=maker)
+        both = dense[int(row_seq[row])]
+        exact[row] = reference.attend(
+            query[row : row + 1].double(),
+            both[..., :head_dim],
+            both[..., head_dim:],
+            ids[row : row + 1],
+            bias[row : row + 1].double(),
+            torch.tensor([position]),
+            config,
+        )[0]
+    place = torch.device(device)
+    cache = cache.to(place)
+    step = Step(
         config=config,
-        heads=HEADS,
-        kv_heads=HEADS,
+        cache_shape=CacheShape.of(cache, config),
+        heads=kv_heads * group,
         dtype=dtype,
-        device=device,
-        block_size=32,
+        device=place,
+        row_seq=row_seq.to(place),
+        row_pos=row_pos.to(place),
+        slots=slots.to(place),
+        roles=torch.zeros(rows, dtype=torch.int32, device=place),
+        positions=None,
+        query_start=query_start.to(place),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=place),
+        block_table=table.to(place),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        query_lens=tuple(query_lens),
+        graph=graph,
     )
-    inputs = layer_inputs(
-        document, config, heads=HEADS, kv_heads=HEADS, dtype=dtype, device=device, seed=0
+    return Case(
+        step=step,
+        query=query.to(place),
+        cache=cache,
+        ids=ids.to(place),
+        bias=bias.to(place),
+        exact=exact.to(place),
     )
-    oracle, prompt = Oracle(feed), feed.prompt_len
-    checks: list[Check] = []
-    middle = prompt // 2 + 5
-    spans = [(0, middle), (middle, prompt)]
-    spans += [(token, token + 1) for token in range(prompt, len(document))]
-    for first, last in spans:
-        step = feed.describe(first, last)
-        layer: SharedLayer = row.load()(step)  # type: ignore[assignment]
-        rows, cache = inputs.rows(first, last), feed.caches[0]
-        ran = watch(step, layer, backend.load()(step), rows, cache, inputs.head_cls, 0)
-        looked = torch.linspace(0, last - first - 1, min(_LOOKED, last - first)).long()
-        checks += oracle.check(inputs, 0, step, ran, looked)
-    return worst(checks)
+
+
+# What is tried: groups and both phases, cache blocks as large as a sparse block and larger. One
+# dtype and width, since some libraries compile for minutes for each.
+TRIED: tuple[dict[str, Any], ...] = (
+    {"phase": "decode", "group": 2, "block_size": 32},
+    {"phase": "prefill", "group": 1, "block_size": 64},
+)
+
+
+def run(backend: Backend, platform: Platform, device: str | None = None) -> str:
+    """Why a backend is not to be trusted on this machine, or "" when it agrees with the oracle.
+
+    `device` is torch's, the platform's current one by default. Running out of memory proves nothing
+    and propagates.
+    """
+    offer = backend.capability
+    dtype = torch.bfloat16 if offer.dtypes is None or "bfloat16" in offer.dtypes else torch.float16
+    widths = offer.head_dims or frozenset({128})
+    head_dim = 128 if 128 in widths else max(widths)
+    for tried in TRIED:
+        if tried["phase"] not in offer.phases:
+            continue
+        case = make_case(
+            **tried, dtype=dtype, head_dim=head_dim, device=device or platform.device_type
+        )
+        what = f"{tried['phase']} with {tried['group']} query heads a kv head"
+        out = torch.full_like(case.query, NAN)
+        try:
+            backend.load()(case.step).run(case.query, case.cache, case.ids, case.bias, out)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a library raises is its verdict
+            return f"{what}: {type(error).__name__}: {error}"
+        if not case.error(out) <= case.allowed():
+            return (
+                f"{what}: found an error of {case.error(out):.2g} against the oracle, "
+                f"needed at most {case.allowed():.2g}"
+            )
+    return ""

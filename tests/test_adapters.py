@@ -4,12 +4,14 @@ caught."""
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dash_portable.self_test import Case, make_case
 from tests.fakes import (
     aiter,
     flash_attn2,
@@ -21,7 +23,6 @@ from tests.fakes import (
     xpu,
 )
 from tests.fakes.machine import Fake
-from tests.segment_cases import Case, make_case
 
 # fake, adapter's file, runners that it serves
 ADAPTERS: tuple[tuple[Fake, str, tuple[str, ...]], ...] = (
@@ -56,6 +57,15 @@ ROWS = [
 def runner_of(entry: str) -> Any:
     module, _, name = entry.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors here are tiny: threads only get in each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 from dash_portable.segments.call import Addressing, Call, Library
 from dash_portable.segments.gather import Room, gather_one_segment, gather_segments
-from dash_portable.segments.given import attend_given, attend_given_eager
+from dash_portable.segments.given import attend_given
 from dash_portable.segments.merge import merge_segments, normalise
 from dash_portable.segments.places import cache_pages, folded_pages, page_size, page_table
 from dash_portable.segments.rows import Spans, slot_count, spans
@@ -19,7 +19,6 @@ __all__ = [
     "Spans",
     "Way",
     "attend_given",
-    "attend_given_eager",
     "cache_pages",
     "folded_pages",
     "gather_one_segment",

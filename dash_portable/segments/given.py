@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from dash_portable.segments.call import Call, Library, counted, fold_groups, unfold_groups
@@ -75,31 +74,3 @@ def attend_given(
     wide_q = fold_groups(room.query, kv_heads) if folded else room.query
     out, _ = planned.attend(wide_q, room.key, room.value)
     return (unfold_groups(out, group) if folded else out)[..., :width].contiguous()
-
-
-def attend_given_eager(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    used: Tensor,
-    bias: Tensor,
-    *,
-    block: int,
-    local: int,
-) -> Tensor:
-    """The same without a library, in float32 (float64 for float64 inputs); shapes as in
-    `attend_given`."""
-    rows, heads, width = query.shape
-    kept, kv_heads = bias.shape[1], key.shape[1]
-    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    live = given_slots(used, kept, block=block, local=local)
-    segment, _ = slot_offsets(kept, block=block, local=local, device=query.device)
-    keys = key.view(rows, -1, kv_heads, width).to(exact)
-    values = value.view(rows, -1, kv_heads, width).to(exact)
-    values = torch.where(live[:, :, None, None], values, 0.0)
-    grouped = query.view(rows, kv_heads, heads // kv_heads, width).to(exact)
-    logit = torch.einsum("nhgd,nthd->nhgt", grouped, keys) / math.sqrt(width)
-    prior = torch.cat((bias, torch.zeros_like(bias[:, :1])), dim=1).to(exact)[:, segment]
-    logit = torch.where(live[:, None, None], logit + prior[:, None, None], -math.inf)
-    weight = torch.where(live.any(1)[:, None, None, None], logit.softmax(-1), 0.0)
-    return torch.einsum("nhgt,nthd->nhgd", weight, values).reshape(query.shape).to(query.dtype)

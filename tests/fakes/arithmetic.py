@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-TILE = 128  # keys that a kernel loads at once: where values are not cleared it reads to a tile's
-end
+# Keys that a kernel loads at once: where values are not cleared it reads to a tile's end.
+TILE = 128
 
 
 class Run(NamedTuple):
@@ -130,4 +131,4 @@ def attend(
 
 
 def differences(starts: list[int]) -> list[int]:
-    return [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(starts)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import ModuleType
 
 import torch
 
-from tests.fakes.arithmetic import Answer, Run, attend, halves, need, plain_runs
+from tests.fakes.arithmetic import Answer, Run, attend, differences, halves, need, plain_runs
 from tests.fakes.machine import Fake, package
 
 _WIDTHS = (64, 128, 256, 512)
@@ -92,7 +93,8 @@ def _ragged_plan(
     v_indptr=None,
     o_indptr=None,
 ):
-    assert len(qo_indptr) == len(self.qo) and len(kv_indptr) == len(self.kv), "batch size is fixed"
+    assert len(qo_indptr) == len(self.qo), "batch size is fixed"
+    assert len(kv_indptr) == len(self.kv), "batch size is fixed"
     self.qo.copy_(qo_indptr)
     self.kv.copy_(kv_indptr)
     self.remember(
@@ -166,8 +168,7 @@ def _paged_plan(
 def _ragged_runs(self, k, v):
     halves(k, v)
     starts = self.kv.tolist()
-    lengths = [b - a for a, b in zip(starts, starts[1:], strict=False)]
-    return plain_runs(k, v, starts[:-1], lengths)
+    return plain_runs(k, v, starts[:-1], differences(starts))
 
 
 def _paged_runs(self, cache):
@@ -177,7 +178,7 @@ def _paged_runs(self, cache):
     assert key.stride() == value.stride(), "K and V strides must be the same"
     starts, ids = self.kv.tolist(), self.indices.tolist()
     runs = []
-    for first, end in zip(starts, starts[1:], strict=False):
+    for first, end in itertools.pairwise(starts):
         pages = ids[first:end]
         need(all(0 <= page < len(key) for page in pages), "page id out of range")
         runs.append(

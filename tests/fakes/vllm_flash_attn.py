@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from tests.fakes import flash_attn2, flash_attn4
-from tests.fakes.arithmetic import attend, halves, index, need, paged_runs, plain_runs
+from tests.fakes.arithmetic import attend, differences, halves, index, need, paged_runs, plain_runs
 from tests.fakes.machine import Fake, package
 
 _OFFERS = {"sm80": (2,), "sm90": (2, 3, 4), "sm100": (2, 4), "sm120": (2,)}
@@ -100,8 +100,7 @@ def _module(arch: str) -> ModuleType:
         else:
             halves(q, k, v)
             starts = index(cu_seqlens_k, "cu_seqlens_k")
-            lengths = [b - a for a, b in zip(starts, starts[1:], strict=False)]
-            runs = plain_runs(k, v, starts[:-1], lengths)
+            runs = plain_runs(k, v, starts[:-1], differences(starts))
             got = attend(q, runs, index(cu_seqlens_q, "q"), scale=scale, clears=False)
             lse = got.lse
         result = got.out.to(q.dtype)
