@@ -3,6 +3,7 @@ caught."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from dash_portable import self_test
+from dash_portable.backends import BACKENDS
+from dash_portable.errors import BackendError
+from dash_portable.segments import attend_given, gather, places, ways
+from dash_portable.segments.given import given_slots
 from dash_portable.self_test import Case, make_case
 from tests.fakes import (
     aiter,
@@ -23,6 +29,7 @@ from tests.fakes import (
     xpu,
 )
 from tests.fakes.machine import Fake
+from tests.machines import MACHINES
 
 # fake, adapter's file, runners that it serves
 ADAPTERS: tuple[tuple[Fake, str, tuple[str, ...]], ...] = (
@@ -116,3 +123,265 @@ def test_attend_equals_the_oracle(
     out = run(entry, case)
     assert case.error(out) <= case.allowed()
     assert bool((out[case.step.row_pos < 0] == 0).all())
+
+
+IN_PLACE = [row for row in ROWS if "Paged" in str(row.id)]
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize(("fake", "entry"), IN_PLACE)
+def test_in_place_equals_the_oracle(
+    fake: Fake, entry: str, block_size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake.install(monkeypatch, tmp_path)
+    case = make_case(block_size=block_size, group=2, seed=block_size)
+    assert case.error(run(entry, case)) <= case.allowed()
+
+
+@pytest.mark.parametrize(("fake", "entry"), IN_PLACE)
+def test_in_place_reads_a_strided_cache(
+    fake: Fake, entry: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake.install(monkeypatch, tmp_path)
+    case = make_case(strided=True)
+    assert not case.cache.is_contiguous()
+    assert case.error(run(entry, case)) <= case.allowed()
+
+
+@pytest.mark.parametrize(("fake", "entry"), IN_PLACE)
+def test_in_place_copies_nothing(
+    fake: Fake, entry: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the library gets lies in the cache, and the cache is as it was."""
+    fake.install(monkeypatch, tmp_path)
+    case = make_case(block_size=64)
+    before = case.cache.clone()
+    seen: list[torch.Tensor] = []
+    original = places.cache_pages
+
+    def recorded(cache: torch.Tensor, **options: Any) -> Any:
+        pages = original(cache, **options)
+        seen.extend((pages.key, pages.value))
+        return pages
+
+    for module in ("dash_portable.segments.ways", "dash_portable.backends.flashinfer"):
+        monkeypatch.setattr(importlib.import_module(module), "cache_pages", recorded)
+    run(entry, case)
+    storage = case.cache.untyped_storage().data_ptr()
+    assert {tensor.untyped_storage().data_ptr() for tensor in seen} == {storage}
+    assert torch.equal(case.cache.nan_to_num(9.0), before.nan_to_num(9.0))
+
+
+def test_many_rows_take_several_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flash_attn2.CUDA.install(monkeypatch, tmp_path)
+    monkeypatch.setattr(ways, "SCRATCH_BYTES", 1 << 20)
+    case = make_case(phase="prefill")
+    for entry in ("Gathered2", "Segmented2"):
+        runner = runner_of(f"dash_portable.backends.flash_attn:{entry}")(case.step)
+        assert len(runner.passes) > 1
+        out = torch.full_like(case.query, float("nan"))
+        runner.run(case.query, case.cache, case.ids, case.bias, out)
+        assert case.error(out) <= case.allowed()
+
+
+def test_one_plan_serves_every_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A second layer with other blocks, through the same runner, leaves nothing of the first."""
+    flashinfer.V06.install(monkeypatch, tmp_path)
+    first, second = make_case(seed=1), make_case(seed=2)
+    for name in ("Gathered", "Paged"):
+        runner = runner_of(f"dash_portable.backends.flashinfer:{name}")(first.step)
+        for case in (first, second):
+            runner.step = case.step
+            out = torch.full_like(case.query, float("nan"))
+            runner.run(case.query, case.cache, case.ids, case.bias, out)
+            assert case.error(out) <= case.allowed()
+
+
+# --- broken on purpose: each of these must show ------------------------------------------------
+
+
+def _transposed(library: type) -> dict[str, object]:
+    return {"lse_layout": "NH" if library.lse_layout == "HN" else "HN"}
+
+
+@pytest.mark.parametrize(
+    ("fake", "entry"), [row for row in ROWS if "Segmented" in str(row.id) and "xpu" not in row.id]
+)
+def test_a_transposed_lse_is_caught(
+    fake: Fake, entry: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake.install(monkeypatch, tmp_path)
+    runner = runner_of(entry)
+    for name, value in _transposed(runner.library).items():
+        monkeypatch.setattr(runner.library, name, value)
+    case = make_case(group=2)
+    assert not case.error(run(entry, case)) <= case.allowed()
+
+
+@pytest.mark.parametrize("base", ["2"])
+@pytest.mark.parametrize(
+    ("fake", "entry"), [row for row in ROWS if "Segmented" in str(row.id) or "-Paged" in row.id]
+)
+def test_a_wrong_base_is_caught(
+    fake: Fake, entry: str, base: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake.install(monkeypatch, tmp_path)
+    runner = runner_of(entry)
+    case = make_case()
+    if entry.startswith("dash_portable.backends.flashinfer"):
+        made = runner(case.step)
+        for planned in made.wrappers.values():
+            planned.meaning["base"] = "e" if planned.meaning["base"] == "2" else "2"
+        out = torch.full_like(case.query, float("nan"))
+        made.run(case.query, case.cache, case.ids, case.bias, out)
+    else:
+        monkeypatch.setattr(runner.library, "lse_base", base)
+        out = run(entry, case)
+    assert not case.error(out) <= case.allowed()
+
+
+def test_xpu_versions_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The old library under the new one's version number: its LSE then reads transposed."""
+    wrong = Fake(
+        name="old as new",
+        distributions=xpu.NEW.distributions,
+        modules=xpu.OLD.modules,
+        arch=xpu.OLD.arch,
+    )
+    wrong.install(monkeypatch, tmp_path)
+    case = make_case()
+    assert not case.error(run("dash_portable.backends.xpu:Segmented", case)) <= case.allowed()
+
+
+@pytest.mark.parametrize("ignored", ["block_table", "seqused_k"])
+def test_an_ignored_argument_is_caught(
+    ignored: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM's copy with a table or with lengths that it takes and never looks at."""
+    module = vllm_flash_attn.SM90.install(monkeypatch, tmp_path)["vllm.vllm_flash_attn"]
+    real = module.flash_attn_varlen_func
+
+    @functools.wraps(real)
+    def broken(*args: Any, **options: Any) -> Any:
+        if ignored == "block_table":
+            options["block_table"] = torch.zeros_like(options["block_table"])
+        else:
+            options["seqused_k"] = torch.full_like(options["seqused_k"], 128)
+        return real(*args, **options)
+
+    monkeypatch.setattr(module, "flash_attn_varlen_func", broken)
+    case = make_case()
+    for entry in ("VllmSegmented3", "VllmPaged3"):
+        out = run(f"dash_portable.backends.flash_attn:{entry}", case)
+        assert not case.error(out) <= case.allowed()
+
+
+def test_an_ignored_bias_column_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flash_attn2.CUDA.install(monkeypatch, tmp_path)
+    zeros = torch.zeros_like
+    monkeypatch.setattr(gather, "bias_columns", lambda bias, *rest: (zeros(bias), zeros(bias)))
+    case = make_case()
+    out = run("dash_portable.backends.flash_attn:Gathered2", case)
+    assert not case.error(out) <= case.allowed()
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_xpu_refuses_the_slow_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = xpu.PARTLY.install(monkeypatch, tmp_path)
+    case = make_case(head_dim=64)  # gathered with bias columns: 96
+    with pytest.raises(BackendError, match="head_dim 96 is not compiled"):
+        runner_of("dash_portable.backends.xpu:Gathered")(case.step)
+    # Its own notice was seen before: the next plan must refuse all the same.
+    made["vllm_xpu_kernels.flash_attn_interface"]._warned_missing_configs.add(
+        "head_dim 96 is not compiled"
+    )
+    with pytest.raises(BackendError, match="head_dim 96 is not compiled"):
+        runner_of("dash_portable.backends.xpu:Gathered")(case.step)
+    assert case.error(run("dash_portable.backends.xpu:Segmented", case)) <= case.allowed()
+
+
+def test_in_place_refuses_strides_that_no_table_reaches() -> None:
+    cache = torch.zeros(4, 3, 64, 128)
+    uneven = torch.as_strided(cache, (3, 3, 64, 128), (3 * 64 * 128 + 128, 64 * 128, 128, 1))
+    with pytest.raises(BackendError, match="block stride of 24704, needed a multiple of 4096"):
+        places.cache_pages(uneven, size=32)
+    assert places.cache_pages(uneven, size=64).per_block == 1
+
+
+def test_flashinfer_refuses_amds_port() -> None:
+    module = importlib.import_module("dash_portable.backends.flashinfer")
+    assert "base" in module.check(MACHINES["mi300x-flashinfer"])
+
+
+def test_self_test_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = vllm_flash_attn.SM90.install(monkeypatch, tmp_path)["vllm.vllm_flash_attn"]
+    rows = {row.name: row for row in BACKENDS}
+    ways_of = ("vllm_flash_attn3_gather", "vllm_flash_attn3_segments", "vllm_flash_attn3_in_place")
+    for name in ways_of:
+        assert self_test.run(rows[name], MACHINES["h200"], device="cpu") == ""
+    real = module.flash_attn_varlen_func
+    monkeypatch.setattr(
+        module,
+        "flash_attn_varlen_func",
+        functools.wraps(real)(lambda *args, **options: _doubled(real(*args, **options))),
+    )
+    for name in ways_of:
+        verdict = self_test.run(rows[name], MACHINES["h200"], device="cpu")
+        assert "against the oracle" in verdict
+    monkeypatch.setattr(module, "flash_attn_varlen_func", functools.wraps(real)(_raising))
+    assert "KeyError" in self_test.run(rows[ways_of[0]], MACHINES["h200"], device="cpu")
+
+
+def _doubled(got: Any) -> Any:
+    return (got[0] * 2, got[1]) if isinstance(got, tuple) else got * 2
+
+
+def _raising(*args: Any, **options: Any) -> Any:
+    raise KeyError("gfx1099")
+
+
+# --- given segments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("fake", "entry"), [row for row in ROWS if "-Gathered" in str(row.id)])
+def test_given_segments_equal_the_oracle(
+    fake: Fake, entry: str, group: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`flash_dash_attention`'s buffers: gaps hold NaN, one row has no keys at all."""
+    fake.install(monkeypatch, tmp_path)
+    maker = torch.Generator().manual_seed(7)
+    rows, kept, block, local, heads, width = 5, 3, 32, 64, 2, 64
+    slots = kept * block + local
+    used = torch.randint(0, 33, (rows, kept + 1), generator=maker, dtype=torch.int32)
+    used[1], used[2, 0], used[3] = 0, 0, torch.tensor([32, 32, 32, 64])
+    key = torch.randn(rows, slots, heads, width, generator=maker).bfloat16()
+    value = torch.randn(rows, slots, heads, width, generator=maker).bfloat16()
+    live = given_slots(used, kept, block=block, local=local)
+    key[~live], value[~live] = float("nan"), float("nan")
+    query = torch.randn(rows, heads * group, width, generator=maker).bfloat16()
+    bias = torch.randn(rows, kept, generator=maker)
+    exact = torch.zeros(query.shape, dtype=torch.float64)
+    prior = torch.cat((bias.repeat_interleave(block, 1), torch.zeros(rows, local)), 1).double()
+    for row in range(rows):
+        keys = key[row, live[row]].double().repeat_interleave(group, 1)
+        values = value[row, live[row]].double().repeat_interleave(group, 1)
+        if len(keys):
+            logit = torch.einsum("hd,thd->ht", query[row].double(), keys) / width**0.5
+            weight = (logit + prior[row, live[row]]).softmax(-1)
+            exact[row] = torch.einsum("ht,thd->hd", weight, values)
+    out = attend_given(
+        runner_of(entry).library,
+        query,
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        used.flatten(),
+        bias,
+        block=block,
+        local=local,
+    )
+    gap = (out.double() - exact).abs().max()
+    step = torch.finfo(torch.bfloat16).eps * exact.abs().max()
+    assert gap <= 2 * ((exact.bfloat16().double() - exact).abs().max() + step)
