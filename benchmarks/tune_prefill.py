@@ -87,8 +87,10 @@ TILE_VARIANTS = [
         (1, 64, 4, 3),
         (2, 64, 4, 2),
         (2, 64, 4, 3),
-        (2, 64, 8, 2),
-        (2, 128, 4, 2),
+        (1, 64, 4, 4),
+        (2, 64, 4, 4),
+        (2, 64, 8, 3),
+        (2, 128, 8, 2),
     )
 ]
 PAIR_VARIANTS = [
@@ -202,7 +204,12 @@ class Work:
         self.lists = {
             k: self._ints(s) for k, s in select.select_shapes(self.rows, self.seqs).items()
         }
-        kinds = {"int32": torch.int32, "float32": torch.float32, "query": torch.bfloat16}
+        kinds = {
+            "int32": torch.int32,
+            "int64": torch.int64,
+            "float32": torch.float32,
+            "query": torch.bfloat16,
+        }
         wanted = attend.attend_shapes(
             self.rows,
             self.seqs,

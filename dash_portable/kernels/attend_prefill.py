@@ -82,6 +82,7 @@ def attend_tile_kernel(
     pos_ptr,
     count_ptr,
     union_ptr,
+    place_ptr,
     weight_ptr,
     mass_ptr,
     out_ptr,
@@ -134,22 +135,26 @@ def attend_tile_kernel(
             block = tl.load(union_ptr + room + j)
             weight = tl.load(weight_ptr + (room + j) * TILE + r)[:, None]
             if PAIR == 1:
-                place = _block_at(table_row, block, n, True, stride_cb, stride_ct, P, BLOCK)
+                if P % BLOCK == 0:
+                    place = tl.load(place_ptr + room + j) + n.to(tl.int64) * stride_ct
+                else:
+                    place = token_at(table_row, block * BLOCK + n, n >= 0, stride_cb, stride_ct, P)
                 key = _load_columns(keys, place, n >= 0, D, DP, False)
                 value = _load_rows(values, place, n >= 0, D, DP, False)
                 token = block * BLOCK + n
             else:
                 both = j + 1 < count
                 other = tl.load(union_ptr + room + j + 1, mask=both, other=0)
-                place = tl.where(
-                    n < BLOCK,
-                    _block_at(table_row, block, n % BLOCK, True, stride_cb, stride_ct, P, BLOCK),
-                    _block_at(table_row, other, n % BLOCK, both, stride_cb, stride_ct, P, BLOCK),
-                )
                 n_ok = (n < BLOCK) | both
+                token = tl.where(n < BLOCK, block, other) * BLOCK + n % BLOCK
+                if P % BLOCK == 0:
+                    one = tl.load(place_ptr + room + j)
+                    two = tl.load(place_ptr + room + j + 1, mask=both, other=0)
+                    place = tl.where(n < BLOCK, one, two) + (n % BLOCK).to(tl.int64) * stride_ct
+                else:
+                    place = token_at(table_row, token, n_ok, stride_cb, stride_ct, P)
                 key = _load_columns(keys, place, n_ok, D, DP, True)
                 value = _load_rows(values, place, n_ok, D, DP, True)
-                token = tl.where(n < BLOCK, block, other) * BLOCK + n % BLOCK
                 b_ok = both & (r >= 0)
                 second = tl.load(
                     weight_ptr + (room + j + 1) * TILE + r, mask=b_ok, other=float("-inf")
@@ -380,6 +385,7 @@ def attend_shapes(
     return {
         "count": ("int32", (num_tiles,)),
         "union": ("int32", (room,)),
+        "place": ("int64", (room,)),
         "weight": ("float32", (room, tile)),
         "mass": ("float32", (num_rows, heads)),
         "hist": ("int32", (chunks, keys)),
@@ -394,7 +400,7 @@ def attend_shapes(
     }
 
 
-def unite(ids, bias, groups, scratch, *, max_blocks, launch):
+def unite(ids, bias, cache, block_table, groups, scratch, *, block, max_blocks, launch):
     """Unions of all tiles and, for the tiles without one, the lists of pairs by block: up to four launches and a fill."""
     topk = ids.shape[1]
     tiles = groups["tiles"]
@@ -408,14 +414,21 @@ def unite(ids, bias, groups, scratch, *, max_blocks, launch):
         bias,
         tiles,
         groups["order"],
+        block_table,
         scratch["count"],
         scratch["union"],
+        scratch["place"],
         scratch["weight"],
         scratch["hist"],
         scratch["rank"],
         max_blocks,
         keys,
         chunk_tiles,
+        cache.stride(0),
+        cache.stride(2),
+        block_table.stride(0),
+        P=cache.shape[2],
+        BLOCK=block,
         TOPK=topk,
         W=wide,
         TILE=launch.tile,
@@ -501,7 +514,17 @@ def attend_prefill(
     num_rows, heads, width = query.shape
     if num_rows == 0:
         return
-    unite(ids, bias, groups, scratch, max_blocks=max_blocks, launch=launch)
+    unite(
+        ids,
+        bias,
+        cache,
+        block_table,
+        groups,
+        scratch,
+        block=block,
+        max_blocks=max_blocks,
+        launch=launch,
+    )
     attend_padding_kernel[(-(-num_rows // 64),)](
         row_pos, out, num_rows, WIDTH=heads * width, ROWS=64, STEP=64, num_warps=4
     )
@@ -526,6 +549,7 @@ def attend_prefill(
         *common,
         scratch["count"],
         scratch["union"],
+        scratch["place"],
         scratch["weight"],
         scratch["mass"],
         out,

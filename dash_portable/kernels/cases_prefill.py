@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..audit.case import EVERYWHERE, Case, Launch
+from dash_portable.audit.case import EVERYWHERE, Case, Launch
+
 from . import attend_prefill, group_rows, select_prefill, union
 from .launch_prefill import FLOAT32, PREFILL, PrefillRow
 
@@ -153,18 +154,14 @@ def _union_cases() -> dict[str, Case]:
         "union": Case(
             union.union_kernel,
             _pointers(
-                "i32",
-                "ids_ptr",
-                "tile_ptr",
-                "order_ptr",
-                "count_ptr",
-                "union_ptr",
-                "hist_ptr",
-                "rank_ptr",
+                "i32", "ids_ptr", "tile_ptr", "order_ptr", "table_ptr", "count_ptr", "union_ptr"
             )
+            | _pointers("i32", "hist_ptr", "rank_ptr")
+            | {"place_ptr": "*i64"}
             | _pointers("fp32", "bias_ptr", "weight_ptr")
-            | _ints(*ints),
-            pairs,
+            | _ints(*ints)
+            | _strides("cb", "ct", "tr"),
+            pairs | {"P": 64, "BLOCK": 32},
             _launches(
                 lambda r: Launch(
                     r.union_warps,
@@ -223,6 +220,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
             attend_prefill.attend_tile_kernel,
             rows
             | _pointers("i32", "count_ptr", "union_ptr")
+            | {"place_ptr": "*i64"}
             | _pointers("fp32", "weight_ptr", "mass_ptr")
             | _pointers(dtype, "out_ptr"),
             cached,

@@ -42,14 +42,20 @@ class PrefillRow(NamedTuple):
     merge_warps: int = 1
 
 
+_WITHOUT_WGMMA = PrefillRow(select_warps=8, redo_warps=8)
 PREFILL: dict[str, PrefillRow] = {
     "*": PrefillRow(),
-    "sm90": PrefillRow(pair_stages=3),
+    "sm80": _WITHOUT_WGMMA,
+    "sm86": _WITHOUT_WGMMA,
+    "sm89": _WITHOUT_WGMMA,
+    "sm90": PrefillRow(pair_stages=3, tile_stages=3),
+    "sm120": _WITHOUT_WGMMA,
 }
 # float32 has no matrix units to itself everywhere: small tiles, one row for all
 FLOAT32 = PrefillRow(
     tile=16,
     select_groups=32,
+    select_warps=8,
     select_stages=1,
     tile_warps=8,
     tile_stages=1,

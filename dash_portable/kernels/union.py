@@ -9,7 +9,6 @@ hold one run of numbers and a chunk's partial results fit a buffer of a chosen s
 import triton
 import triton.language as tl
 
-from .group_rows import TILE_FIELDS
 from .primitives import LOG2E
 
 KEYS = 2048  # (sequence, block) keys of one program of the offsets
@@ -22,14 +21,21 @@ def union_kernel(
     bias_ptr,
     tile_ptr,
     order_ptr,
+    table_ptr,
     count_ptr,
     union_ptr,
+    place_ptr,
     weight_ptr,
     hist_ptr,
     rank_ptr,
     max_blocks,
     keys,
     chunk_tiles,
+    stride_cb,
+    stride_ct,
+    stride_tr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
     TOPK: tl.constexpr,
     W: tl.constexpr,
     TILE: tl.constexpr,
@@ -49,6 +55,7 @@ def union_kernel(
         pair_ok = live[:, None] & (w < TOPK)
         ids = tl.load(ids_ptr + i[:, None] * TOPK + w, mask=pair_ok, other=-1)
         bias = tl.load(bias_ptr + i[:, None] * TOPK + w, mask=pair_ok, other=0.0) * LOG2E
+        table_row = table_ptr + seq.to(tl.int64) * stride_tr
         none: tl.constexpr = 0x7FFFFFFF
         count = tl.zeros((), tl.int32)
         block = tl.min(tl.min(tl.where(ids >= 0, ids, none), 1), 0)
@@ -59,6 +66,9 @@ def union_kernel(
             at = t.to(tl.int64) * ROOM + count
             tl.store(weight_ptr + at * TILE + r, tl.where(has, here, float("-inf")))
             tl.store(union_ptr + at, block)
+            if P % BLOCK == 0:  # one cache block holds it: where, so that no head has to look it up
+                place = tl.load(table_row + block * BLOCK // P).to(tl.int64) * stride_cb
+                tl.store(place_ptr + at, place + (block * BLOCK % P).to(tl.int64) * stride_ct)
             count += 1
             block = tl.min(tl.min(tl.where(ids > block, ids, none), 1), 0)
         tl.store(count_ptr + t, tl.where(block < none, -1, count))
