@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -415,6 +416,10 @@ class Document:
     ik: Floats = field(repr=False)
     head_cls: Floats = field(repr=False)
     rule: Rule
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """How hypothesis shows a counterexample: without the arrays, which follow from a seed."""
+        printer.text(repr(self))
 
     @property
     def roles(self) -> list[int]:

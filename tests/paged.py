@@ -180,6 +180,68 @@ class Paged:
             cached_summaries=cached,
         )
 
+    def page_table(self, seqs: Sequence[int]) -> Tensor:
+        """Start and count of every page, int32 `[len(seqs), max, 2]`, nonsense behind the last."""
+        widest = max(self.where[seq].num_pages for seq in seqs) + 2
+        table = torch.full((len(seqs), widest, 2), -OUTSIDE, dtype=torch.int32)
+        for row, seq in enumerate(seqs):
+            pages = self.where[seq].num_pages + 1
+            table[row, :pages, 0] = torch.tensor(self.where[seq].starts)
+            table[row, :pages, 1] = torch.tensor(self.where[seq].counts)
+        return table
+
+    def step(
+        self,
+        parts: Sequence[tuple[int, int, int]],
+        backend: str = "EAGER",
+        padding: Sequence[int] = (),
+        page_table: bool = False,
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+        """One `DashStep` over parts `(sequence, first, end)`, each followed by `padding[i]` rows.
+
+        Gives the outputs of each part and what its rows selected (ids and biases). All sequences
+        share the head_cls of the first.
+        """
+        padding = [*padding, *[0] * (len(parts) - len(padding))]
+        rows: list[Tensor] = []
+        given: list[list[Tensor]] = [[] for _ in range(5)]
+        for (seq, first, end), extra in zip(parts, padding, strict=True):
+            roles, slots = self.roles(seq, first, end), self.slots(seq, first, end)
+            place = self.positions(seq, first, end)
+            place[:3, place[3] >= 0] = 4321  # a decoded token's coordinates come from the cache
+            live = torch.cat([slots[None], roles[None], place])
+            rows.append(torch.nn.functional.pad(live, (0, extra), value=-7))
+            for whole, own in zip(given, self.inputs(seq, first, end), strict=True):
+                whole += [own, own.new_full((extra, *own.shape[1:]), torch.nan)]
+        numbers = torch.cat(rows, 1)
+        seqs, ends = [part[0] for part in parts], [part[2] for part in parts]
+        lengths = [
+            end - first + extra for (_, first, end), extra in zip(parts, padding, strict=True)
+        ]
+        planned = dash_portable.DashStep.plan(
+            lengths,
+            ends,
+            self.table(seqs, ends),
+            numbers[0],
+            numbers[1],
+            numbers[2:],
+            config=dash_portable.DashConfig.from_model(self.config),
+            cache=self.cache,
+            backend=backend,
+            num_heads=self.documents[0].q.shape[1],
+            page_table=self.page_table(seqs) if page_table else None,
+        )
+        out = planned.run(*map(torch.cat, given), self.cache, self.head_cls[0], 0)
+        assert planned.selection is not None
+        assert (out[numbers[0] < 0] == 0).all()
+        ids, bias = planned.selection
+
+        def live_rows(x: Tensor) -> list[Tensor]:
+            parted = zip(x.split(lengths), padding, strict=True)
+            return [own[: len(own) - extra] for own, extra in parted]
+
+        return live_rows(out), list(zip(live_rows(ids), live_rows(bias), strict=True))
+
     def decode_from(self, first: int, backend: str = "EAGER", **options: Any) -> Tensor:
         """Decode the tokens of sequence 0 from index `first` on, one after another."""
         total = len(self.documents[0].roles)

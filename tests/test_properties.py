@@ -6,6 +6,7 @@ brute force, rows whose margin lies within the arithmetic's error are left out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +17,10 @@ from hypothesis import strategies as st
 
 import dash_portable
 from tests import brute
-from tests.brute import UNDEFINED, Document
+from tests.brute import IMAGE, MARKER, TEXT, UNDEFINED, Document
 from tests.golden import golden
 from tests.paged import DTYPES, Paged, expected
-from tests.prompts import PROMPTS, document, random_answer
+from tests.prompts import PROMPTS, document, random_answer, runs
 from tests.strategies import SMALL, cuts, documents
 
 BACKENDS = ("EAGER", "SDPA")
@@ -29,6 +30,17 @@ some = settings(
     deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 backends = st.sampled_from(BACKENDS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """These tensors are small, and threads that wait for each other cost more than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 block_sizes = st.sampled_from(BLOCK_SIZES)
 
 
@@ -63,6 +75,12 @@ def check_auxiliary(paged: Paged, of: Document, seq: int = 0) -> None:
     # Keys are rounded once; a summary is a sum of rounded keys with rounded weights.
     bound = 64 * torch.finfo(paged.dtype).eps * np.abs(exact.index_keys).max()
     assert np.abs(held.auxiliary[there] - numbers[there]).max() <= bound
+
+
+def shaped_alike(several: list[Document]) -> list[Document]:
+    """The same roles with one number of heads and one head_cls, so that they fit one batch."""
+    alike = [document(of.prompt, of.decoded, of.rule, seed=i) for i, of in enumerate(several)]
+    return [replace(of, head_cls=alike[0].head_cls) for of in alike]
 
 
 @some
@@ -168,11 +186,7 @@ def test_a_subset_of_heads_gives_its_part_of_the_output(of: Document, backend: s
 def test_padding_and_neighbours_in_a_batch_change_nothing(
     several: list[Document], backend: str, cached: bool, data: st.DataObject
 ) -> None:
-    one = several[0]
-    same_shape = [
-        replace(document(of.prompt, of.decoded, of.rule, seed=i), head_cls=one.head_cls)
-        for i, of in enumerate(several)
-    ]
+    same_shape = shaped_alike(several)
     alone = [Paged([of], 16).run([len(of.prompt)], backend, cached=cached) for of in same_shape]
     batch = Paged(same_shape, 16, seed=3)
     for seq, of in enumerate(same_shape):
@@ -191,6 +205,140 @@ def test_padding_and_neighbours_in_a_batch_change_nothing(
                 check_same(alone[row[0]][row[1]], out[i])
     for seq, of in enumerate(same_shape):
         check_auxiliary(batch, of, seq)
+
+
+@some
+@given(
+    several=st.lists(documents(max_prompt=60, max_decoded=5), min_size=1, max_size=3),
+    backend=backends,
+    page_table=st.booleans(),
+    data=st.data(),
+)
+def test_steps_that_mix_prompts_chunks_and_decodes(
+    several: list[Document], backend: str, page_table: bool, data: st.DataObject
+) -> None:
+    """Any number of rows of any sequences in a step, and their selections are bitwise the same."""
+    batch_of = shaped_alike(several)
+    alone = []
+    for of in batch_of:
+        steps = [Paged([of], 16).step([(0, 0, len(of.roles))], backend)]
+        alone.append((steps[0][0][0], steps[0][1][0]))
+    batch = Paged(batch_of, 16, seed=5)
+    done = [0] * len(batch_of)
+    while any(at < len(of.roles) for at, of in zip(done, batch_of, strict=True)):
+        parts = []
+        for seq, of in enumerate(batch_of):
+            left = len(of.roles) - done[seq]
+            if left and (take := data.draw(st.integers(0 if parts or seq else 1, left))):
+                parts.append((seq, done[seq], done[seq] + take))
+        if not parts:
+            continue
+        padding = data.draw(st.lists(st.integers(0, 2), max_size=len(parts)))
+        outputs, selections = batch.step(parts, backend, padding, page_table)
+        for (seq, first, end), out, (ids, bias) in zip(parts, outputs, selections, strict=True):
+            check_same(alone[seq][0][first:end], out)
+            assert torch.equal(ids, alone[seq][1][0][first:end])
+            assert torch.equal(bias, alone[seq][1][1][first:end])
+            done[seq] = end
+    for seq, of in enumerate(batch_of):
+        check_auxiliary(batch, of, seq)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 97])
+@pytest.mark.parametrize("name", ["pages", "text_only"])
+def test_a_selection_is_bitwise_the_same_however_the_prompt_is_cut(name: str, chunk: int) -> None:
+    of = document(PROMPTS[name], rule=replace(SMALL, topk=12, window=16))
+    total = len(of.prompt)
+    _, whole = Paged([of], 16).step([(0, 0, total)])
+    paged = Paged([of], 16)
+    for first in range(0, total, chunk):
+        end = min(first + chunk, total)
+        _, ((ids, bias),) = paged.step([(0, first, end)])
+        assert torch.equal(ids, whole[0][0][first:end])
+        assert torch.equal(bias, whole[0][1][first:end])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_documents_share_their_first_cache_blocks_through_a_page_table(backend: str) -> None:
+    """Same first page, other pages later: they overwrite each other's counts, and need them not."""
+    shared = runs((MARKER, 1), (IMAGE, 20), (MARKER, 1), (IMAGE, 10))
+    first = document(
+        [*shared, *runs((IMAGE, 12), (MARKER, 1), (IMAGE, 9), (TEXT, 6))],
+        [TEXT, MARKER, TEXT, MARKER, TEXT, MARKER, TEXT, MARKER],
+        SMALL,
+    )
+    second = document(
+        [*shared, *runs((TEXT, 2), (IMAGE, 3), (TEXT, 30))],
+        [MARKER, TEXT, MARKER, TEXT, TEXT, MARKER],
+        SMALL,
+        seed=1,
+    )
+    common = len(shared) // 16 * 16
+    same = {
+        name: np.concatenate([getattr(first, name)[:common], getattr(second, name)[common:]])
+        for name in ("q", "k", "v", "iq", "ik")
+    }
+    second = replace(second, **same, head_cls=first.head_cls)
+    alone = [Paged([of], 16).run([len(of.prompt)], backend) for of in (first, second)]
+
+    both = Paged([first, second], 16)
+    both.blocks[1][: common // 16] = both.blocks[0][: common // 16]
+    lengths = [len(first.prompt), len(second.prompt)]
+    (out,), _ = both.step([(0, 0, lengths[0])], backend, page_table=True)
+    check_same(alone[0][: lengths[0]], out)
+    (out,), _ = both.step([(1, common, lengths[1])], backend, page_table=True)
+    check_same(alone[1][common : lengths[1]], out)
+    for step in range(6):
+        parts = [(seq, length + step, length + step + 1) for seq, length in enumerate(lengths)]
+        outputs, _ = both.step(parts, backend, page_table=True)
+        for (seq, at, end), out in zip(parts, outputs, strict=True):
+            check_same(alone[seq][at:end], out)
+
+
+@some
+@given(
+    rows=st.integers(1, 3),
+    kept=st.integers(1, 4),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    backend=backends,
+    data=st.data(),
+)
+def test_attention_over_gathered_segments(
+    rows: int, kept: int, heads: tuple[int, int], backend: str, data: st.DataObject
+) -> None:
+    block, local, width = 8, 16, 64
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    lengths = [
+        [data.draw(st.integers(0, block)) for _ in range(kept)] + [data.draw(st.integers(1, local))]
+        for _ in range(rows)
+    ]
+    places = kept * block + local
+    query = random.standard_normal((rows, heads[0], width)).astype(np.float32)
+    keys, values = random.standard_normal((2, rows, places, heads[1], width)).astype(np.float32)
+    bias = random.standard_normal((rows, kept)).astype(np.float32)
+    exact = np.stack(
+        [
+            brute.attend_segments(query[i], keys[i], values[i], lengths[i], list(bias[i]), block)
+            for i in range(rows)
+        ]
+    )
+    for row in range(rows):
+        for segment in range(kept + 1):
+            at = segment * block
+            end = at + (block if segment < kept else local)
+            keys[row, at + int(lengths[row][segment]) : end] = np.nan
+            values[row, at + int(lengths[row][segment]) : end] = np.nan
+    out = dash_portable.flash_dash_attention(
+        torch.tensor(query),
+        torch.tensor(keys).flatten(0, 1),
+        torch.tensor(values).flatten(0, 1),
+        torch.tensor(lengths).flatten().int(),
+        torch.tensor(bias),
+        backend,
+        block,
+        local,
+    )
+    check_same(torch.tensor(exact).float(), out)
 
 
 @some
