@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .platform.detect import current_platform
 from .step import Step, Trust
 
 _MAX_PAGES = 65536  # pages 0..65535
+_TILE_ROWS: weakref.WeakValueDictionary[int, TileRows] = weakref.WeakValueDictionary()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -31,6 +33,12 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
     if device.type == "cpu" or device.index in (None, torch.accelerator.current_device_index()):
         return contextlib.nullcontext()
     return torch.accelerator.device_index(device.index)
+
+
+def grouped_rows(step: Step) -> dict[str, Tensor] | None:
+    """How selection grouped the rows of a step, for attention to tile them alike; None if no layer of ours selected."""
+    rows = _TILE_ROWS.get(id(step))
+    return rows.groups if rows is not None and rows.selected else None
 
 
 class TritonLayer:
@@ -321,11 +329,13 @@ class TileRows:
         self._start, self._end = ints(max(rows, 1)), ints(max(seqs, 1))
         self._order, self._live = ints(rows), ints(seqs + 1)
         self._tiles = _tiles(step)
-        self._prefill = prefill_row(layer._arch)
+        self._prefill = prefill_row(layer._arch, step.dtype.itemsize)
         tile = self._prefill.tile
         self.groups = {name: ints(*shape) for name, shape in group_shapes(rows, seqs, tile).items()}
         self._scratch = {name: ints(*shape) for name, shape in select_shapes(rows, seqs).items()}
         self._located = self._grouped = False
+        self.selected = False
+        _TILE_ROWS[id(step)] = self  # it holds the step, so its id is not another's while this lives
         self.refresh()
 
     def refresh(self) -> None:
@@ -399,6 +409,7 @@ class TileRows:
                 starts_given=layer._pages is not None,
             )
             self._grouped = not step.graph
+        self.selected = True
         select_prefill(
             index_query,
             side.summaries,

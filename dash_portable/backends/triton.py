@@ -6,11 +6,16 @@ import torch
 from torch import Tensor
 
 from dash_portable.kernels import launch
+from dash_portable.kernels.attend_prefill import attend_prefill, attend_shapes
 from dash_portable.kernels.attend_decode import attend_decode_kernel, attend_merge_kernel
+from dash_portable.kernels.group_rows import group_rows, group_shapes, tile_bound
 from dash_portable.kernels.launch import Launch, power_of_two
+from dash_portable.kernels.launch_prefill import prefill_row
 from dash_portable.platform.detect import current_platform
 from dash_portable.step import Step
-from dash_portable.triton_layer import on_device
+from dash_portable.triton_layer import grouped_rows, on_device
+
+_BUDGET = 1 << 30  # bytes for the partial results of one chunk of a prefill step
 
 
 class DecodeRunner:
@@ -56,6 +61,89 @@ class DecodeRunner:
         if self._merge is not None:
             self._merge(self._sum, self._mass, out)
 
+    def refresh(self) -> None:
+        """Everything is read from the step's tensors by the kernel."""
+
+
+class PrefillRunner:
+    """Tiles of rows, grouped as selection grouped them; by sequence alone where another layer selected."""
+
+    def __init__(self, step: Step, arch: str) -> None:
+        self._step = step
+        config, rows, seqs, device = step.config, step.num_rows, step.num_seqs, step.device
+        row = self._row = prefill_row(arch, step.dtype.itemsize)
+        shapes = attend_shapes(
+            rows,
+            seqs,
+            tile_bound(rows, seqs, row.tile),
+            max(step.max_blocks, 1),
+            step.heads,
+            step.head_dim,
+            step.dtype.itemsize,
+            config.topk,
+            budget=_BUDGET,
+            launch=row,
+        )
+        self._scratch = {
+            name: torch.empty(
+                shape, dtype=step.dtype if kind == "query" else getattr(torch, kind), device=device
+            )
+            for name, (kind, shape) in shapes.items()
+        }
+        self._own: dict[str, Tensor] | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        self._grouped = False
+
+    def _groups(self, cache: Tensor) -> dict[str, Tensor]:
+        step = self._step
+        found = grouped_rows(step)
+        if found is not None:
+            return found
+        if self._own is None:
+            shapes = group_shapes(step.num_rows, step.num_seqs, self._row.tile)
+            self._own = {
+                name: torch.empty(shape, dtype=torch.int32, device=step.device)
+                for name, shape in shapes.items()
+            }
+        if not self._grouped:
+            group_rows(
+                step.row_seq,
+                step.row_pos,
+                None,
+                None,
+                step.query_start,
+                None,
+                None,
+                cache,
+                step.block_table,
+                self._own,
+                block=step.config.block,
+                local_blocks=step.config.local_blocks,
+                tile=self._row.tile,
+            )
+            self._grouped = not step.graph
+        return self._own
+
+    def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
+        step, config = self._step, self._step.config
+        attend_prefill(
+            query,
+            cache,
+            step.block_table,
+            step.row_pos,
+            ids,
+            bias,
+            self._groups(cache),
+            self._scratch,
+            out,
+            block=config.block,
+            local=config.local,
+            max_blocks=max(step.max_blocks, 1),
+            launch=self._row,
+        )
+
 
 class Runner:
     """Decode rows by `attend_decode`, steps with longer sequences by `attend_prefill`."""
@@ -63,10 +151,12 @@ class Runner:
     def __init__(self, step: Step) -> None:
         self._step = step
         arch = current_platform(step.device).arch
-        self._runner = DecodeRunner(step, arch)
+        kind = DecodeRunner if step.max_query_len == 1 else PrefillRunner
+        self._runner: DecodeRunner | PrefillRunner = kind(step, arch)
 
     def refresh(self) -> None:
-        """Everything is read from the step's tensors by the kernels."""
+        """Take over what was changed in place in the step's tensors."""
+        self._runner.refresh()
 
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         if not self._step.num_rows:
