@@ -108,7 +108,7 @@ def check_step_values(
     )
     limit = block_table.shape[1] * block_size
     limit = limit if max_model_len is None else min(limit, max_model_len)
-    lengths = torch.tensor(seq_lens, dtype=torch.int64)[where]
+    lengths = torch.tensor(seq_lens, dtype=torch.int64, device=where.device)[where]
     named = "block_table" if max_model_len is None else "max_model_len or block_table"
     _all("seq_lens", lengths, lengths <= limit, f"at most {limit} (what {named} holds)", where)
     position = row_pos[live].long()
@@ -121,7 +121,7 @@ def check_step_values(
             "at least the number of its rows that are not padding",
         )
     blocks = block_table[where, position // block_size].long()
-    used = torch.arange(block_table.shape[1])
+    used = torch.arange(block_table.shape[1], device=where.device)
     for seq in where.unique().tolist():
         entries = block_table[seq][used * block_size < seq_lens[seq]].long()
         _all(
@@ -142,7 +142,7 @@ def check_step_values(
         )
     role = roles[live].long()
     _all("roles", role, (role >= 0) & (role <= 2), "0 (text), 1 (image) or 2 (page marker)", live)
-    decoded = torch.ones(len(live), dtype=torch.bool)
+    decoded = torch.ones_like(live, dtype=torch.bool)
     if positions is not None:
         tok, raw, pages, extra = positions[:, live].long().unbind(0)
         ok = (tok >= 0) & (raw >= 0) & (pages >= 0) & (pages <= 65535)

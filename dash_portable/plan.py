@@ -411,7 +411,8 @@ def _int32(value: Lengths, device: torch.device, *, copy: bool) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=torch.int32, copy=copy)
     # Padding sequences may hold any length, also one that 32 bits cannot.
-    return torch.tensor(list(value), dtype=torch.int64).clamp(-(2**31), 2**31 - 1).int().to(device)
+    lengths = torch.tensor(list(value), dtype=torch.int64, device="cpu")
+    return lengths.clamp(-(2**31), 2**31 - 1).int().to(device)
 
 
 def _host_rows(query_lens: list[int], rows: int, device: torch.device) -> tuple[Tensor, Tensor]:

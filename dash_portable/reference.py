@@ -166,5 +166,5 @@ def attend(
     logit = logit + added[:, None, None]
     weight = logit.masked_fill(~ok[:, None, None], -torch.inf).softmax(-1)
     # A place outside the row's keys has weight zero; what stands there must not count even if NaN.
-    seen = torch.where(ok[..., None, None], values[token], torch.zeros((), dtype=values.dtype))
+    seen = values[token].masked_fill(~ok[..., None, None], 0.0)
     return torch.einsum("nhgt,nthd->nhgd", weight, seen).reshape(rows, heads, width)

@@ -122,10 +122,11 @@ def row_positions(slots: Tensor, row_seq: Tensor, query_start: Tensor, seq_lens:
 
 def rows_of(query_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """`row_seq` int32 `[N]` and `query_start` int32 `[R + 1]` from host lengths."""
-    lengths = torch.tensor(list(query_lens), dtype=torch.int64)
-    start = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    host = torch.device("cpu")  # whatever the caller made torch's default
+    lengths = torch.tensor(list(query_lens), dtype=torch.int64, device=host)
+    start = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=host)
     start[1:] = lengths.cumsum(0)
-    row_seq = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    row_seq = torch.repeat_interleave(torch.arange(len(lengths), device=host), lengths)
     return row_seq.int().to(device), start.int().to(device)
 
 

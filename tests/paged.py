@@ -18,6 +18,7 @@ from torch import Tensor
 import dash_portable
 from tests import brute
 from tests.brute import Document, Rule
+from tests.device import BACKENDS
 
 OUTSIDE = 2**30
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -107,7 +108,7 @@ class Paged:
         return tuple(self._tensor(x[first:end]) for x in (of.q, of.k, of.v, of.iq, of.ik))
 
     def prefill(
-        self, cuts: Sequence[int], backend: str = "EAGER", seq: int = 0, prefix: bool = False
+        self, cuts: Sequence[int], backend: str = BACKENDS[0], seq: int = 0, prefix: bool = False
     ) -> Tensor:
         """Feed a sequence's first tokens in chunks of lengths `cuts`; their outputs.
 
@@ -138,7 +139,7 @@ class Paged:
     def decode(
         self,
         rows: Sequence[tuple[int, int] | None],
-        backend: str = "EAGER",
+        backend: str = BACKENDS[0],
         cached: bool = True,
         prefix_lens: Sequence[int] | None = None,
     ) -> Tensor:
@@ -193,7 +194,7 @@ class Paged:
     def step(
         self,
         parts: Sequence[tuple[int, int, int]],
-        backend: str = "EAGER",
+        backend: str = BACKENDS[0],
         padding: Sequence[int] = (),
         page_table: bool = False,
     ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
@@ -242,13 +243,13 @@ class Paged:
 
         return live_rows(out), list(zip(live_rows(ids), live_rows(bias), strict=True))
 
-    def decode_from(self, first: int, backend: str = "EAGER", **options: Any) -> Tensor:
+    def decode_from(self, first: int, backend: str = BACKENDS[0], **options: Any) -> Tensor:
         """Decode the tokens of sequence 0 from index `first` on, one after another."""
         total = len(self.documents[0].roles)
         outputs = [self.decode([(0, at)], backend, **options) for at in range(first, total)]
         return torch.cat(outputs) if outputs else self.inputs(0, 0, 0)[0]
 
-    def run(self, cuts: Sequence[int], backend: str = "EAGER", **options: Any) -> Tensor:
+    def run(self, cuts: Sequence[int], backend: str = BACKENDS[0], **options: Any) -> Tensor:
         """Prefill sequence 0 in chunks `cuts`, decode the rest; outputs of all its tokens."""
         return torch.cat(
             [self.prefill(cuts, backend), self.decode_from(sum(cuts), backend, **options)]
@@ -263,7 +264,7 @@ class Paged:
         """What lies in the cache."""
         block, offset = self.rows_of(seq)
         dim, size = self.rule.dim, self.rule.block
-        rows = self.cache[block, :, offset].double().numpy()
+        rows = self.cache[block, :, offset].double().cpu().numpy()
         auxiliary = rows[:, -1]
         complete = len(rows) // size * size
         first, second = auxiliary[0:complete:size], auxiliary[1:complete:size]

@@ -1,4 +1,4 @@
-"""What must hold for every document, through the public calls on a CPU.
+"""What must hold for every document, through the public calls, on a CPU or on this machine's GPU.
 
 Two runs of one path must agree on every row: their selections are bitwise the same. Against the
 brute force, rows whose margin lies within the arithmetic's error are left out.
@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 import dash_portable
 from tests import brute
 from tests.brute import IMAGE, MARKER, TEXT, UNDEFINED, Document
+from tests.device import BACKENDS, DEVICE
 from tests.golden import golden
 from tests.paged import DTYPES, Paged, expected
 from tests.prompts import PROMPTS, document, random_answer, runs
 from tests.strategies import SMALL, cuts, documents
 
-BACKENDS = ("EAGER", "SDPA")
 BLOCK_SIZES = (2, 4, 8, 16, 32)  # divisors and multiples of SMALL's block of 8
 
 some = settings(
@@ -33,11 +33,13 @@ backends = st.sampled_from(BACKENDS)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
+def one_thread_and_device() -> Iterator[None]:
     """These tensors are small, and threads that wait for each other cost more than they compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    torch.set_default_device(DEVICE)
     yield
+    torch.set_default_device(None)
     torch.set_num_threads(threads)
 
 
@@ -48,7 +50,7 @@ def check_against_brute(paged: Paged, out: torch.Tensor, seq: int = 0) -> int:
     """Outputs of a whole sequence against the brute force on its cache; how many rows were safe."""
     assert out.dtype == paged.dtype
     should = expected(paged, seq)
-    error = np.abs(out.double().numpy() - should.out).max((1, 2), initial=0.0)
+    error = np.abs(out.double().cpu().numpy() - should.out).max((1, 2), initial=0.0)
     assert not np.isnan(error).any()
     assert (error <= should.bound)[should.safe].all()
     return int(should.safe.sum())
@@ -349,7 +351,7 @@ def test_within_the_local_window_it_is_causal_attention(of: Document, backend: s
     exact = of.run()
     dense = brute.causal(exact.query, exact.keys, exact.values)
     bound = 64 * 2.0**-23 * max(1.0, float(np.abs(of.v).max()))
-    assert np.abs(out.double().numpy() - dense).max() <= bound
+    assert np.abs(out.double().cpu().numpy() - dense).max() <= bound
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -418,7 +420,7 @@ def test_golden_vectors_end_to_end(name: str, chunk: int, size: int, backend: st
     paged = Paged([of], size)
     chunk = chunk or prompt
     lengths = [min(chunk, prompt - at) for at in range(0, prompt, chunk)]
-    out = paged.run(lengths, backend).double().numpy()[:, 0]
+    out = paged.run(lengths, backend).double().cpu().numpy()[:, 0]
     compared = 0
     for position, row in enumerate(case.rows):
         state = paged.stored().auxiliary[position, rule.dim + 2 : rule.dim + 10]

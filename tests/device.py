@@ -1,0 +1,8 @@
+"""Where the tests of whole calls run: on the machine's accelerator if it has one, else on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+BACKENDS = ("EAGER", "SDPA") if DEVICE.type == "cpu" else ("TRITON",)
