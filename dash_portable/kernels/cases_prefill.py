@@ -10,6 +10,8 @@ from . import attend_prefill, group_rows, select_prefill, union
 from .launch_prefill import FLOAT32, PREFILL, PrefillRow
 
 HQ, TOPK, W = 10, 12, 16
+RDNA = ("gfx1100", "gfx1151", "gfx1201")
+FLOAT32_SPILLS = dict.fromkeys(RDNA, "float32 without matrix units: for tests, not for speed")
 
 
 def _launches(make: Any, dtype: str = "bf16") -> dict[str, tuple[Launch, ...]]:
@@ -118,6 +120,7 @@ def _select_case(dtype: str, width: int, redo: bool) -> Case:
         "HAS_PAGES": True,
         "FIELDS": group_rows.TILE_FIELDS,
     }
+    spills = FLOAT32_SPILLS if dtype == "fp32" else {}
     if redo:
         types.pop("order_ptr")
         return Case(
@@ -128,6 +131,7 @@ def _select_case(dtype: str, width: int, redo: bool) -> Case:
                 lambda r: Launch(r.redo_warps, 0, {"TILE": r.tile, "GROUPS": r.select_groups}),
                 dtype,
             ),
+            may_spill=spills,
         )
     return Case(
         select_prefill.select_tile_kernel,
@@ -143,6 +147,7 @@ def _select_case(dtype: str, width: int, redo: bool) -> Case:
             dtype,
         ),
         matrix=dtype != "fp32",
+        may_spill=spills,
     )
 
 
@@ -214,7 +219,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
         | _strides("cb", "ch", "ct", "tr")
     )
     name = f"{dtype}_d{width}_p{cache_block}"
-    matrix = dtype != "fp32"
+    matrix, spills = dtype != "fp32", FLOAT32_SPILLS if dtype == "fp32" else {}
     return {
         f"attend_tile_{name}": Case(
             attend_prefill.attend_tile_kernel,
@@ -240,6 +245,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                 dtype,
             ),
             matrix=matrix,
+            may_spill=spills,
         ),
         f"attend_pair_{name}": Case(
             attend_prefill.attend_pair_kernel,
@@ -258,6 +264,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                 dtype,
             ),
             matrix=matrix,
+            may_spill=spills,
         ),
         f"attend_merge_{name}": Case(
             attend_prefill.attend_merge_kernel,
@@ -269,6 +276,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
             _launches(
                 lambda r: Launch(r.merge_warps, 0, {"TILE": r.tile, "ROWS": r.merge_rows}), dtype
             ),
+            may_spill=spills,
         ),
     }
 

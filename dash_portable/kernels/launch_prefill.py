@@ -42,28 +42,37 @@ class PrefillRow(NamedTuple):
     merge_warps: int = 1
 
 
-_WITHOUT_WGMMA = PrefillRow(select_warps=8, redo_warps=8)
+_REGISTER_BOUND = PrefillRow(select_warps=8, redo_warps=8, tile_warps=8, tile_stages=1)
+_RDNA = _REGISTER_BOUND._replace(select_groups=32, pair_warps=8, pair_stages=1)
 PREFILL: dict[str, PrefillRow] = {
     "*": PrefillRow(),
-    "sm80": _WITHOUT_WGMMA,
-    "sm86": _WITHOUT_WGMMA,
-    "sm89": _WITHOUT_WGMMA,
+    "sm80": _REGISTER_BOUND,
+    "sm86": _REGISTER_BOUND,
+    "sm89": _REGISTER_BOUND,
     "sm90": PrefillRow(pair_stages=3, tile_stages=3),
-    "sm120": _WITHOUT_WGMMA,
+    "sm100": PrefillRow(select_warps=8, tile_stages=3),
+    "sm120": _REGISTER_BOUND,
+    "gfx1100": _RDNA,
+    "gfx1151": _RDNA,
+    "gfx1201": _RDNA,
 }
-# float32 has no matrix units to itself everywhere: small tiles, one row for all
+# float32 has no matrix units of its own everywhere: small tiles, one row for all
 FLOAT32 = PrefillRow(
     tile=16,
-    select_groups=32,
-    select_warps=8,
+    select_groups=16,
     select_stages=1,
     tile_warps=8,
     tile_stages=1,
     pair_tile=16,
+    pair_warps=8,
     pair_stages=1,
 )
 
 
-def prefill_row(arch: str, element: int = 2) -> PrefillRow:
-    """The row of an arch for numbers of `element` bytes; archs without one of their own take the general row."""
-    return FLOAT32 if element == 4 else PREFILL.get(arch, PREFILL["*"])
+def prefill_row(arch: str, element: int = 2, deterministic: bool = False) -> PrefillRow:
+    """The row of an arch for numbers of `element` bytes; archs without one take the general row.
+
+    deterministic: every tile goes by block, so that a row's output has the same bits in any batch.
+    """
+    row = FLOAT32 if element == 4 else PREFILL.get(arch, PREFILL["*"])
+    return row._replace(union_limit=0) if deterministic else row
