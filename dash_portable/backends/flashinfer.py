@@ -16,12 +16,12 @@ from torch import Tensor
 
 from dash_portable.backends.imports import function, parameters, reason
 from dash_portable.platform.facts import Platform
-from dash_portable.segments import Call, Library, OneSegment, Room, Spans, cache_pages
+from dash_portable.segments import Call, Library, OneSegment, Room, cache_pages
 from dash_portable.segments.call import counted
 from dash_portable.segments.merge import normalise_lse
 from dash_portable.segments.places import token_places
 from dash_portable.segments.rows import slot_tokens
-from dash_portable.segments.ways import Way, merge_into
+from dash_portable.segments.ways import Way
 
 if TYPE_CHECKING:
     from dash_portable.step import Step
@@ -121,11 +121,12 @@ class Paged(Way):
         return Room(query=query, key=query, value=query)
 
     def _attend(
-        self, part: slice, where: Spans, query: Tensor, cache: Tensor, bias: Tensor, out: Tensor
+        self, part: slice, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
     ) -> None:
         rows = len(out)
         step, paged = self.step, self.wrappers[rows]
         pages = cache_pages(cache, size=1)
+        where = self._spans(part, ids)
         token, used = slot_tokens(where, block=self.block, local=self.local)
         own = step.row_pos[part].clamp(min=0).long()[:, None]
         live = (where.length > 0).any(dim=1)[:, None]
@@ -145,7 +146,7 @@ class Paged(Way):
         wide = self.rooms[rows].query
         wide.view(rows, self.kept + 1, *query.shape[1:]).copy_(query[:, None])
         got, lse = paged.wrapper.run(wide, (pages.key, pages.value), **paged.keywords)
-        merge_into(out, got, normalise_lse(lse, **paged.meaning), where, bias)
+        self._merge(out, got, normalise_lse(lse, **paged.meaning), where.length, bias)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

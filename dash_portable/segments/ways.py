@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dash_portable.errors import BackendError
+from dash_portable.segments import fused
 from dash_portable.segments.call import (
     Addressing,
     Call,
@@ -24,6 +25,7 @@ from dash_portable.segments.call import (
     unfold_lse,
 )
 from dash_portable.segments.gather import (
+    BIAS_COLUMNS,
     Room,
     gather_one_segment,
     gather_segments,
@@ -55,6 +57,8 @@ class Way(ABC):
         self.scale = 1.0 / math.sqrt(step.head_dim)
         self.group = step.heads // step.kv_heads
         self.folded = self.group > 1 and not self.library.takes_groups
+        self.fused = fused.available(step.device.type)
+        self.merges: dict[int, fused.Merge] = {}
         most = max(SCRATCH_BYTES // self._row_bytes(), 1)
         self.passes = [
             (start, min(start + most, step.num_rows)) for start in range(0, step.num_rows, most)
@@ -65,8 +69,7 @@ class Way(ABC):
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         for start, stop in self.passes:
             part = slice(start, stop)
-            where = spans(self.step.row_pos[part], ids[part], block=self.block, local=self.local)
-            self._attend(part, where, query[part], cache, bias[part], out[part])
+            self._attend(part, query[part], cache, ids[part], bias[part], out[part])
 
     @abstractmethod
     def _row_bytes(self) -> int:
@@ -78,9 +81,24 @@ class Way(ABC):
 
     @abstractmethod
     def _attend(
-        self, part: slice, where: Spans, query: Tensor, cache: Tensor, bias: Tensor, out: Tensor
+        self, part: slice, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
     ) -> None:
         """Attend the rows of one pass into `out`."""
+
+    def _spans(self, part: slice, ids: Tensor) -> Spans:
+        return spans(self.step.row_pos[part], ids, block=self.block, local=self.local)
+
+    def _merge(self, out: Tensor, got: Tensor, lse: Tensor, used: Tensor, bias: Tensor) -> None:
+        """Merge got [N * (S + 1), Hq, .] and natural lse [Hq, N * (S + 1)] into out [N, Hq, D]."""
+        rows, segments = used.shape
+        if self.fused and out.is_contiguous():
+            if rows not in self.merges:
+                self.merges[rows] = fused.Merge(self.step, rows)
+            self.merges[rows](out, got, lse, used, bias)
+            return
+        parts = got.reshape(rows, segments, *got.shape[1:])[..., : out.shape[-1]]
+        mass = lse.reshape(-1, rows, segments).permute(1, 2, 0)
+        out.copy_(merge_segments(parts, mass, bias, used))
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.step.dtype, device=self.step.device)
@@ -95,6 +113,7 @@ class Called(Way):
     def __init__(self, step: Step) -> None:
         self.calls: dict[int, Call] = {}
         self.planned: dict[int, Library] = {}
+        self.gathers: dict[int, fused.Gather] = {}
         super().__init__(step)
 
     def _plan(self, rows: int) -> Room:
@@ -159,12 +178,12 @@ class Called(Way):
         return (unfold_groups(out, self.group) if self.folded else out), lse
 
     def _ask_and_merge(
-        self, key: Tensor, value: Tensor, where: Spans, bias: Tensor, out: Tensor
+        self, key: Tensor, value: Tensor, used: Tensor, bias: Tensor, out: Tensor
     ) -> None:
         got, lse = self._ask(len(out), key, value)
         if lse is None:
             raise BackendError(f"{self.library.title}: found no log-sum-exp, needed one a segment")
-        merge_into(out, got, lse, where, bias)
+        self._merge(out, got, lse, used, bias)
 
 
 class OneSegment(Called):
@@ -188,28 +207,38 @@ class OneSegment(Called):
 
     def _room(self, rows: int) -> Room:
         width, value_width = one_segment_widths(self.library, self.step.head_dim)
-        return Room(
+        if self.fused:
+            self.gathers[rows] = fused.Gather(self.step, rows, biased=True)
+        room = Room(
             query=self._zeros(rows, self.step.heads, width),
             key=self._zeros(rows * self.slots, self.step.kv_heads, width),
             value=self._zeros(rows * self.slots, self.step.kv_heads, value_width),
         )
+        room.query[..., self.step.head_dim : self.step.head_dim + BIAS_COLUMNS] = 1.0
+        return room
 
     def _attend(
-        self, part: slice, where: Spans, query: Tensor, cache: Tensor, bias: Tensor, out: Tensor
+        self, part: slice, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
     ) -> None:
-        room = self.rooms[len(out)]
-        gather_one_segment(
-            query,
-            cache,
-            where,
-            bias,
-            self.step.row_seq[part],
-            self.step.block_table,
-            block=self.block,
-            local=self.local,
-            into=room,
-        )
-        got, _ = self._ask(len(out), room.key, room.value)
+        rows, step = len(out), self.step
+        room = self.rooms[rows]
+        if self.fused:
+            live = (step.row_pos[part] >= 0)[:, None, None]
+            room.query[..., : step.head_dim] = torch.where(live, query, 0.0)
+            self.gathers[rows](step, part, cache, ids, bias, room)
+        else:
+            gather_one_segment(
+                query,
+                cache,
+                self._spans(part, ids),
+                bias,
+                step.row_seq[part],
+                step.block_table,
+                block=self.block,
+                local=self.local,
+                into=room,
+            )
+        got, _ = self._ask(rows, room.key, room.value)
         out.copy_(got[..., : out.shape[-1]])
 
 
@@ -246,6 +275,8 @@ class Segments(Called):
         )
 
     def _room(self, rows: int) -> Room:
+        if self.fused and self.library.addressing is not Addressing.CLOSED:
+            self.gathers[rows] = fused.Gather(self.step, rows, biased=False)
         keys = (rows * self.slots + 1, self.step.kv_heads, self._width())
         return Room(
             query=self._zeros(rows * (self.kept + 1), self.step.heads, self._width()),
@@ -254,30 +285,39 @@ class Segments(Called):
         )
 
     def _attend(
-        self, part: slice, where: Spans, query: Tensor, cache: Tensor, bias: Tensor, out: Tensor
+        self, part: slice, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
     ) -> None:
-        rows, keys = len(out), len(out) * self.slots
+        rows, keys, step = len(out), len(out) * self.slots, self.step
         room, call = self.rooms[rows], self.calls[rows]
-        if call.length is None:
-            call.starts_k.copy_(segment_starts(where.length))
+        if rows in self.gathers:
+            used = self.gathers[rows](step, part, cache, ids, bias, room)
+            room.query.view(rows, self.kept + 1, step.heads, -1)[..., : step.head_dim] = query[
+                :, None
+            ]
         else:
-            call.length.copy_(where.length.flatten().clamp(min=1))
-        gather_segments(
-            query,
-            cache,
-            where,
-            self.step.row_seq[part],
-            self.step.block_table,
-            block=self.block,
-            local=self.local,
-            starts=call.starts_k if call.length is None else None,
-            into=room,
-        )
+            where = self._spans(part, ids)
+            used = where.length
+            starts = None if call.length is not None else segment_starts(used)
+            gather_segments(
+                query,
+                cache,
+                where,
+                step.row_seq[part],
+                step.block_table,
+                block=self.block,
+                local=self.local,
+                starts=starts,
+                into=room,
+            )
+            if starts is not None:
+                call.starts_k.copy_(starts)
+        if call.length is not None:
+            call.length.copy_(used.flatten().clamp(min=1))
         key, value = room.key[:keys], room.value[:keys]
         if call.table is not None:
             key = key.view(-1, call.page, *key.shape[1:])
             value = value.view(-1, call.page, *value.shape[1:])
-        self._ask_and_merge(key, value, where, bias, out)
+        self._ask_and_merge(key, value, used, bias, out)
 
 
 class InPlace(Called):
@@ -308,36 +348,39 @@ class InPlace(Called):
             with_lse=True,
         )
 
+    def __init__(self, step: Step) -> None:
+        self.tables: dict[int, fused.Table] = {}
+        super().__init__(step)
+
     def _room(self, rows: int) -> Room:
+        if self.fused:
+            self.tables[rows] = fused.Table(self.step, rows, size=self.calls[rows].page)
         query = self._zeros(rows * (self.kept + 1), self.step.heads, self.step.head_dim)
         return Room(query=query, key=query, value=query)
 
     def _attend(
-        self, part: slice, where: Spans, query: Tensor, cache: Tensor, bias: Tensor, out: Tensor
+        self, part: slice, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
     ) -> None:
         rows = len(out)
         call, wide = self.calls[rows], self.rooms[rows].query
         assert call.table is not None
         assert call.length is not None
         pages = cache_pages(cache, size=call.page)
-        table = page_table(
-            where,
-            self.step.row_seq[part],
-            self.step.block_table,
-            size=call.page,
-            per_block=pages.per_block,
-            block_size=self.step.block_size,
-            local=self.local,
-        )
-        call.table.copy_(table.pages)
-        call.length.copy_(table.length)
+        if self.fused:
+            used = self.tables[rows](self.step, part, ids, pages.per_block, call.table, call.length)
+        else:
+            where = self._spans(part, ids)
+            used = where.length
+            table = page_table(
+                where,
+                self.step.row_seq[part],
+                self.step.block_table,
+                size=call.page,
+                per_block=pages.per_block,
+                block_size=self.step.block_size,
+                local=self.local,
+            )
+            call.table.copy_(table.pages)
+            call.length.copy_(table.length)
         wide.view(rows, self.kept + 1, *query.shape[1:]).copy_(query[:, None])
-        self._ask_and_merge(pages.key, pages.value, where, bias, out)
-
-
-def merge_into(out: Tensor, got: Tensor, lse: Tensor, where: Spans, bias: Tensor) -> None:
-    """Merge got [N * (S + 1), Hq, .] and natural lse [Hq, N * (S + 1)] into out [N, Hq, D]."""
-    rows, segments = where.length.shape
-    parts = got.reshape(rows, segments, *got.shape[1:])[..., : out.shape[-1]]
-    mass = lse.reshape(-1, rows, segments).permute(1, 2, 0)
-    out.copy_(merge_segments(parts, mass, bias, where.length))
+        self._ask_and_merge(pages.key, pages.value, used, bias, out)
