@@ -14,4 +14,4 @@ from tests.intel.opencl import Cpu
 
 @pytest.fixture(scope="session")
 def cpu() -> Cpu:
-    return Cpu(Path(os.environ["DASH_INTEL_MODULES"]), Path(os.environ["DASH_INTEL_BINARIES"]))
+    return Cpu(Path(os.environ["DASH_INTEL_BINARIES"]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,33 +28,40 @@ class Module(NamedTuple):
     shared: int
     lanes: int
 
+    @property
+    def dtype(self) -> str:
+        """Of the cache, or of what is written where the kernel sees no cache."""
+        return (self.args.get("cache_ptr") or self.args["out_ptr"]).removeprefix("*")
+
+
+def modules_of(kernel: str) -> list[Path]:
+    """Every compiled launch row of a kernel, as the path without its ending."""
+    found = []
+    for path in sorted(Path(os.environ["DASH_INTEL_MODULES"]).glob("*.json")):
+        if json.loads(path.read_text())["kernel"] == kernel:
+            found.append(path.with_suffix(""))
+    return found
+
 
 class Cpu:
-    """`modules` holds <case>.generic.spv and .json; `binaries` keeps what the runtime built."""
+    """The CPU as an OpenCL device; `binaries` keeps what the runtime built."""
 
-    def __init__(self, modules: Path, binaries: Path) -> None:
+    def __init__(self, binaries: Path) -> None:
         platform = next(p for p in cl.get_platforms() if "Intel" in p.name)
         self.device = platform.get_devices()[0]
         self.context = cl.Context([self.device])
         self.queue = cl.CommandQueue(self.context)
-        self.modules, self.binaries = modules, binaries
+        self.binaries = binaries
 
-    def cases(self) -> list[str]:
-        return sorted(
-            path.name.removesuffix(".generic.json") for path in self.modules.glob("*.json")
-        )
-
-    def load(self, case: str) -> Module:
+    def load(self, stem: Path) -> Module:
         """Build the module, or load what an earlier run built of the same bytes.
 
         Never build with -cl-opt-disable: wrong numbers, or the process ends without a word.
         """
-        stem = self.modules / f"{case}.generic"
-        facts = json.loads(stem.with_name(stem.name + ".json").read_text())
-        source = stem.with_name(stem.name + ".spv").read_bytes()
-        kept = self.binaries / (
-            hashlib.sha256(source + self.device.driver_version.encode()).hexdigest() + ".bin"
-        )
+        facts = json.loads(stem.with_name(f"{stem.name}.json").read_text())
+        source = stem.with_name(f"{stem.name}.spv").read_bytes()
+        name = hashlib.sha256(source + self.device.driver_version.encode()).hexdigest()
+        kept = self.binaries / f"{name}.bin"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the runtime chats on every build
             if kept.exists():
@@ -79,7 +87,7 @@ class Cpu:
         for place, (name, kind) in enumerate(module.args.items()):
             value = arguments[name]
             if isinstance(value, np.ndarray):
-                buffer = cl.Buffer(self.context, flags, hostbuf=value)
+                buffer = cl.Buffer(self.context, flags, hostbuf=_whole(value))
                 buffers.append((buffer, value))
                 value = buffer
             elif value is not None:
@@ -96,10 +104,20 @@ class Cpu:
         ) in buffers:  # USE_HOST_PTR: a map makes the host see what the kernel wrote
             read_write = cl.map_flags.READ | cl.map_flags.WRITE
             view, _ = cl.enqueue_map_buffer(
-                self.queue, buffer, read_write, 0, (value.nbytes,), np.uint8, is_blocking=True
+                self.queue, buffer, read_write, 0, (buffer.size,), np.uint8, is_blocking=True
             )
             view.base.release(self.queue)
         self.queue.finish()
+
+
+def _whole(array: np.ndarray) -> np.ndarray:
+    """The memory that a strided view lies in: a buffer is one piece."""
+    if array.flags.c_contiguous:
+        return array
+    base = array.base
+    while isinstance(base, np.ndarray) and not base.flags.c_contiguous:
+        base = base.base
+    return np.asarray(base)
 
 
 def sparse(shape: Sequence[int], dtype: Any) -> np.ndarray:

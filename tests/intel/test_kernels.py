@@ -1,0 +1,353 @@
+"""The kernels that Intel's Triton compiled, executed on the CPU, against the NumPy brute force."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dash_portable.kernels.launch import turns
+from tests import brute
+from tests.intel.opencl import Cpu, Module, modules_of, narrow, sparse, widen
+from tests.intel.scene import EPS, Scene
+
+FAR = 2**26  # elements from one cache block to the next; the cache then has more than 2**31
+
+
+@lru_cache(maxsize=8)
+def scene_of(dtype: str, kv_heads: int, group: int, dim: int, block_size: int) -> Scene:
+    return Scene(dtype, kv_heads, group, dim, block_size)
+
+
+def scene_for(module: Module, group: int | None = None) -> Scene:
+    consts = module.consts
+    group = consts.get("G", 1) if group is None else group
+    return scene_of(module.dtype, consts["H"], group, consts["D"], consts["P"])
+
+
+def kernels(name: str) -> pytest.MarkDecorator:
+    """Every compiled launch row of a kernel."""
+    found = modules_of(name)
+    return pytest.mark.parametrize("stem", found, ids=[stem.name for stem in found])
+
+
+def dummies(module: Module, given: dict[str, object]) -> dict[str, object]:
+    """Pointers that this form of the kernel does not read still need a value."""
+    unread = [a for a, kind in module.args.items() if kind.startswith("*") and a not in given]
+    return given | dict.fromkeys(unread, np.zeros(16, np.int64))
+
+
+def strides(cache: np.ndarray) -> dict[str, int]:
+    cb, ch, ct, _ = (stride // cache.itemsize for stride in cache.strides)
+    return {"stride_cb": cb, "stride_ch": ch, "stride_ct": ct}
+
+
+def run_store(cpu: Cpu, module: Module, scene: Scene, cache: np.ndarray) -> tuple[np.ndarray, ...]:
+    n, dim, heads = len(scene.rows), scene.rule.dim, scene.kv_heads * scene.group
+    query, index = (np.zeros(shape, cache.dtype) for shape in ((n, heads, dim), (n, dim)))
+    table = scene.table()
+    rows = {name: scene.inputs(name) for name in ("q", "k", "v", "iq", "ik")}
+    widths = {f"stride_{name}n": array[0].size for name, array in rows.items()}
+    given = {
+        **{f"{name}_ptr": array for name, array in rows.items()},
+        **widths,
+        **strides(cache),
+        "query_ptr": query,
+        "index_ptr": index,
+        "cache_ptr": cache,
+        "head_cls_ptr": narrow(scene.head_cls, scene.dtype),
+        "turn_ptr": np.array(turns(scene.rule.theta, dim), np.int64),
+        "row_pos_ptr": scene.row_pos(),
+        "slots_ptr": scene.slots(),
+        "roles_ptr": scene.roles(),
+        "positions_ptr": np.zeros((4, n), np.int32),  # row 3 is 0: decoded tokens
+        "table_ptr": table,
+        "num_rows": n,
+        "stride_table": table.shape[1],
+        "stride_pages": 0,
+    }
+    cpu.launch(module, ((scene.kv_heads + 1) * n,), **dummies(module, given))
+    return query, index
+
+
+def compare_stored(scene: Scene, cache: np.ndarray) -> None:
+    """Bytes exact, numbers rounded once, blanks still blank."""
+    found = widen(cache, scene.dtype)
+    exact = widen(scene.cache(), scene.dtype)
+    dim = scene.rule.dim
+    octets = np.s_[:, -1, :, dim : dim + 30]
+    np.testing.assert_array_equal(found[octets], exact[octets])
+    assert np.array_equal(np.isnan(found), np.isnan(exact))
+    gap = np.nanmax(np.abs(found - exact))
+    # Neighbours of the rounded value, where float32 angles and sums fall on the other side.
+    assert gap <= 2 * EPS[scene.dtype] * np.nanmax(np.abs(exact)) + 2**-19 * np.nanmax(
+        np.abs(exact)
+    )
+
+
+@kernels("store_row_kernel")
+def test_store_row(cpu: Cpu, stem: Path):
+    module = cpu.load(stem)
+    scene = scene_for(module)
+    cache = scene.cache(without_last=True)
+    query, index = run_store(cpu, module, scene, cache)
+    compare_stored(scene, cache)
+    for found, name in ((query, "query"), (index, "index_query")):
+        exact = scene.of_rows(name)
+        live = ~np.isnan(exact.reshape(len(exact), -1)[:, 0])
+        gap = np.abs(widen(found, scene.dtype) - exact)[live].max()
+        assert gap <= (2 * EPS[scene.dtype] + 2**-19) * np.abs(exact[live]).max()
+
+
+@kernels("select_decode_kernel")
+def test_select_decode(cpu: Cpu, stem: Path):
+    module = cpu.load(stem)
+    scene, consts = scene_for(module), module.consts
+    n, rule, cache, table = len(scene.rows), scene.rule, scene.cache(), scene.table()
+    scores = -(-max(scene.lengths) // rule.block // consts["TILE"] + 1) * consts["TILE"]
+    ids = np.full((n, rule.topk), 77, np.int32)
+    bias = np.full((n, rule.topk), np.nan, np.float32)
+    shared = {
+        "row_pos_ptr": scene.row_pos(),
+        "score_ptr": np.full((n, scores), np.nan, np.float32),
+        "group_ptr": np.zeros((n, scores // 16), np.int64),
+        "ticket_ptr": np.zeros((n, 2), np.int32),
+        "ids_ptr": ids,
+        "bias_ptr": bias,
+        "max_scores": scores,
+        "floor": rule.floor,
+        "inv_sigma": 1 / rule.sigma,
+    }
+    given = {
+        **shared,
+        **strides(cache),
+        "iq_ptr": narrow(scene.of_rows("index_query"), scene.dtype),
+        "cache_ptr": cache,
+        "turn_ptr": np.array(turns(rule.theta, rule.dim), np.int64),
+        "roles_ptr": scene.roles(),
+        "positions_ptr": np.zeros((4, n), np.int32),
+        "table_ptr": table,
+        "num_rows": n,
+        "max_blocks": 0,
+        "scale": rule.scale,
+        "stride_iqn": rule.dim,
+        "stride_table": table.shape[1],
+        "stride_pages": 0,
+    }
+    cpu.launch(module, (consts["SPLIT"] * n,), **dummies(module, given))
+    if not consts["TICKET"]:
+        (merging,) = (m for m in modules_of("select_merge_kernel") if m.name.endswith(".generic"))
+        merge = cpu.load(merging)
+        assert merge.consts["TILE"] == consts["TILE"]
+        cpu.launch(merge, (n,), **shared)
+    certain = 0
+    for row, seq in enumerate(scene.rows):
+        if seq is None:
+            assert (ids[row] == -1).all()
+            assert (bias[row] == 0).all()
+            continue
+        chosen = scene.selection(seq)
+        kept = len(chosen.blocks)
+        assert (ids[row, kept:] == -1).all()
+        assert (bias[row, kept:] == 0).all()
+        if chosen.margin < 1e-3:
+            continue
+        certain += 1
+        assert ids[row, :kept].tolist() == chosen.blocks
+        # What a relative error of 2**-20 in the scores does to the bias, twice.
+        moved = scene.selection(seq, stretch=1 + 2**-20).bias
+        gap = np.abs(np.subtract(bias[row, :kept], chosen.bias)).max(initial=0)
+        largest = np.abs(chosen.bias).max(initial=0)
+        allowed = 2 * np.abs(np.subtract(moved, chosen.bias)).max(initial=0)
+        assert gap <= allowed + 2**-20 * largest
+    assert certain >= 3
+
+
+def run_attend(
+    cpu: Cpu, module: Module, scene: Scene, cache: np.ndarray, query: np.ndarray
+) -> np.ndarray:
+    n, rule, consts = len(scene.rows), scene.rule, module.consts
+    heads, split, table = query.shape[1], module.consts["SPLIT"], scene.table()
+    ids, bias = scene.selections()
+    out = narrow(np.full(query.shape, np.nan), scene.dtype)
+    total = np.full((n, heads, split, rule.dim), np.nan, np.float32)
+    mass = np.full((n, heads, split, 2), np.nan, np.float32)
+    given = {
+        **strides(cache),
+        "query_ptr": narrow(query, scene.dtype),
+        "cache_ptr": cache,
+        "row_pos_ptr": scene.row_pos(),
+        "row_seq_ptr": np.arange(n, dtype=np.int32),
+        "table_ptr": table,
+        "ids_ptr": ids,
+        "bias_ptr": bias,
+        "out_ptr": out,
+        "sum_ptr": total,
+        "mass_ptr": mass,
+        "ticket_ptr": np.zeros(n * consts["H"], np.int32),
+        "stride_table": table.shape[1],
+    }
+    cpu.launch(module, (split * consts["H"] * n,), **dummies(module, given))
+    if split == 1 or consts["TICKET"]:
+        return widen(out, scene.dtype)
+    return merged_splits(total, mass)
+
+
+def merged_splits(total: np.ndarray, mass: np.ndarray) -> np.ndarray:
+    """One softmax of splits [N, Hq, SPLIT, D] with (maximum in log2, mass) [N, Hq, SPLIT, 2]."""
+    held = mass[..., 1] > 0
+    top = np.where(held, mass[..., 0], -np.inf).max(2, keepdims=True)
+    scale = np.where(held, np.exp2(np.where(held, mass[..., 0] - top, 0), dtype=np.float64), 0.0)
+    whole = (np.where(held, mass[..., 1], 0) * scale).sum(2)[..., None]
+    merged = (np.where(held[..., None], total, 0) * scale[..., None]).sum(2)
+    return merged / np.where(whole > 0, whole, 1.0)
+
+
+@kernels("attend_decode_kernel")
+def test_attend_decode(cpu: Cpu, stem: Path):
+    module = cpu.load(stem)
+    scene = scene_for(module)
+    query = scene.of_rows("query")
+    exact = scene.attended(query, *scene.selections())
+    found = run_attend(cpu, module, scene, scene.cache(), query)
+    keys = scene.rule.local + scene.rule.topk * scene.rule.block
+    assert np.abs(found - exact).max() <= scene.allowed(exact, keys)
+
+
+@kernels("attend_merge_kernel")
+def test_attend_merge(cpu: Cpu, stem: Path):
+    """Splits without any key among them, and a row that has none at all."""
+    module = cpu.load(stem)
+    heads, dim, split = (module.consts[name] for name in ("HQ", "D", "SPLIT"))
+    random = np.random.default_rng(0)
+    total = random.standard_normal((3, heads, split, dim)).astype(np.float32)
+    mass = random.random((3, heads, split, 2)).astype(np.float32) + 1
+    mass[1, :, ::2] = (-np.inf, 0)
+    mass[2] = (-np.inf, 0)
+    out = narrow(np.full((3, heads, dim), np.nan), module.dtype)
+    cpu.launch(module, (3 * heads,), sum_ptr=total, mass_ptr=mass, out_ptr=out)
+    exact = merged_splits(total, mass)
+    assert (exact[2] == 0).all()
+    largest = np.abs(exact).max()
+    gap = np.abs(widen(out, module.dtype) - exact).max()
+    assert gap <= 2 * largest * (EPS[module.dtype] + split * EPS["fp32"])
+
+
+@kernels("merge_segments_kernel")
+def test_merge_segments(cpu: Cpu, stem: Path):
+    module = cpu.load(stem)
+    heads, dim, segments = (module.consts[name] for name in ("HQ", "D", "SEGMENTS"))
+    random = np.random.default_rng(1)
+    out = narrow(random.standard_normal((3, segments, heads, dim)), module.dtype)
+    lse = random.standard_normal((3, segments, heads)).astype(np.float32)
+    bias = random.standard_normal((3, segments - 1)).astype(np.float32)
+    lse[1, 3:7] = -np.inf
+    lse[2] = -np.inf
+    out[1, 3:7] = narrow(np.nan, module.dtype)  # an empty segment may hold anything
+    merged = narrow(np.full((3, heads, dim), np.nan), module.dtype)
+    given = {"out_ptr": out, "lse_ptr": lse, "bias_ptr": bias, "merged_ptr": merged}
+    for name, array in (("o", out), ("l", lse)):
+        for axis, step in zip("nsh", array.strides, strict=False):
+            given[f"stride_{name}{axis}"] = step // array.itemsize
+    cpu.launch(module, (3 * heads,), **given)
+    logit = lse.astype(np.float64) + np.pad(bias, ((0, 0), (0, 1)))[..., None]
+    held = lse > -np.inf
+    top = np.where(held, logit, -np.inf).max(1, keepdims=True)
+    weight = np.where(held, np.exp(np.where(held, logit - top, 0)), 0)[..., None]
+    values = np.where(held[..., None], widen(out, module.dtype), 0)
+    whole = weight.sum(1)
+    exact = (values * weight).sum(1) / np.where(whole > 0, whole, 1)
+    assert (exact[2] == 0).all()
+    largest = np.abs(exact).max()
+    gap = np.abs(widen(merged, module.dtype) - exact).max()
+    assert gap <= 2 * largest * (EPS[module.dtype] + segments * EPS["fp32"])
+
+
+@kernels("gather_segments_kernel")
+def test_gather_segments(cpu: Cpu, stem: Path):
+    module = cpu.load(stem)
+    scene, consts = scene_for(module), module.consts
+    n, rule, cache, table = len(scene.rows), scene.rule, scene.cache(), scene.table()
+    pieces = rule.topk + rule.local_blocks
+    ids, bias = scene.selections()
+    width = rule.dim + 16  # two columns of bias, and what alignment asks for
+    key = narrow(np.full((n * pieces * rule.block, scene.kv_heads, width), np.nan), scene.dtype)
+    value = narrow(np.full((*key.shape[:2], rule.dim), np.nan), scene.dtype)
+    used = np.full((n, rule.topk + 1), 77, np.int32)
+    given = {
+        **strides(cache),
+        "cache_ptr": cache,
+        "row_pos_ptr": scene.row_pos(),
+        "row_seq_ptr": np.arange(n, dtype=np.int32),
+        "table_ptr": table,
+        "ids_ptr": ids,
+        "bias_ptr": bias,
+        "key_ptr": key,
+        "value_ptr": value,
+        "used_ptr": used,
+        "stride_table": table.shape[1],
+        "stride_kt": scene.kv_heads * width,
+        "stride_kh": width,
+        "stride_vt": scene.kv_heads * rule.dim,
+        "stride_vh": rule.dim,
+    }
+    cpu.launch(module, (n * pieces,), **given)
+    keys = widen(key, scene.dtype).reshape(n, pieces * rule.block, scene.kv_heads, width)
+    values = widen(value, scene.dtype).reshape(n, pieces * rule.block, scene.kv_heads, rule.dim)
+    for row, seq in enumerate(scene.rows):
+        segments = [[]] * (rule.topk + 1) if seq is None else scene.tokens(seq, ids[row].tolist())
+        assert used[row].tolist() == [len(tokens) for tokens in segments]
+        blank = np.ones(pieces * rule.block, bool)
+        for segment, tokens in enumerate(segments):
+            at = np.arange(len(tokens)) + segment * rule.block
+            blank[at] = False
+            if seq is None or not tokens:
+                continue
+            np.testing.assert_array_equal(
+                keys[row, at, :, : rule.dim], scene.facts[seq]["keys"][tokens]
+            )
+            np.testing.assert_array_equal(values[row, at], scene.facts[seq]["values"][tokens])
+            if consts["BIAS"]:
+                extra = float(bias[row, segment]) if segment < rule.topk else 0.0
+                wanted = extra * rule.dim**0.5
+                said = keys[row, at, :, rule.dim : rule.dim + 2].sum(-1)
+                assert np.abs(said - wanted).max() <= 2 * EPS[scene.dtype] ** 2 * abs(wanted) + 1e-6
+        assert (keys[row, blank, :, : rule.dim] == 0).all()
+        assert (values[row, blank] == 0).all()
+
+
+def far_cache(scene: Scene, without_last: bool = False) -> np.ndarray:
+    """The scene's cache with its cache blocks FAR elements apart: more than 2**31 in all."""
+    near = scene.cache(without_last)
+    assert scene.num_blocks * FAR > 2**31
+    flat = sparse((scene.num_blocks * FAR,), near.dtype)
+    steps = (FAR * near.itemsize, *near.strides[1:])
+    far = np.lib.stride_tricks.as_strided(flat, near.shape, steps, writeable=True)
+    far[...] = near
+    return far
+
+
+@kernels("store_row_kernel")
+def test_store_beyond_32_bits(cpu: Cpu, stem: Path):
+    module = cpu.load(stem)
+    if module.dtype != "bf16":
+        pytest.skip("one dtype is enough: offsets do not depend on it")
+    scene = scene_for(module)
+    cache = far_cache(scene, without_last=True)
+    run_store(cpu, module, scene, cache)
+    compare_stored(scene, cache)
+
+
+@kernels("attend_decode_kernel")
+def test_attend_beyond_32_bits(cpu: Cpu, stem: Path):
+    module = cpu.load(stem)
+    if module.dtype != "bf16" or module.consts["G"] > 1:
+        pytest.skip("one form is enough: offsets do not depend on it")
+    scene = scene_for(module)
+    query = scene.of_rows("query")
+    exact = scene.attended(query, *scene.selections())
+    found = run_attend(cpu, module, scene, far_cache(scene), query)
+    keys = scene.rule.local + scene.rule.topk * scene.rule.block
+    assert np.abs(found - exact).max() <= scene.allowed(exact, keys)
