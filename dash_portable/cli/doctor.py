@@ -72,8 +72,8 @@ def doctor(
 ) -> None:
     """Tell the machine's facts, every backend's reasons, and whether each computes right.
 
-    A poor machine is no error. The status is 1 when a backend computes wrongly, 2 when a variable of
-    ours is set to something unknown.
+    A poor machine is no error. Status 1 when a backend computes wrongly, 2 when a variable of ours
+    holds something unknown.
     """
     from dash_portable.cli.terminal import console, write_json
 
@@ -122,7 +122,7 @@ def _show(out: Console, report: dict[str, Any]) -> None:
 
 
 def _show_backends(out: Console, report: dict[str, Any]) -> None:
-    """One line a backend; the two phases' answers side by side only where they differ."""
+    """One line a backend; those that decline for the same reason share one."""
     from rich.markup import escape
 
     from dash_portable.cli.terminal import table
@@ -130,9 +130,9 @@ def _show_backends(out: Console, report: dict[str, Any]) -> None:
     if not report["choices"]:
         return
     phases = {choice["request"]["phase"]: choice for choice in report["choices"]}
-    made = table("backend", *phases, "self-test", "why not, or remarks", title="backends")
-    names = list(dict.fromkeys(one["backend"] for c in phases.values() for one in c["decisions"]))
-    out.print()
+    made = table("backend", *phases, "self-test", "remarks, or why not", title="backends")
+    declined: dict[str, list[str]] = {}
+    names = dict.fromkeys(one["backend"] for c in phases.values() for one in c["decisions"])
     for name in names:
         cells, why = [], list[str]()
         for phase in phases.values():
@@ -142,13 +142,21 @@ def _show_backends(out: Console, report: dict[str, Any]) -> None:
                 f"{r['code']}: asked {r['asked']}, offers {r['offers']}" for r in one["rejections"]
             ]
             why += [text for text in [*texts, *one["remarks"]] if text not in why]
+        if set(cells) == {"-"}:
+            declined.setdefault("\n".join(why), []).append(name)
+            continue
         verdict = report["self_tests"].get(name)
-        said = "" if verdict is None else "passed" if not verdict else "FAILED"
-        if verdict:
-            why.insert(0, verdict)
+        said = "not run" if verdict is None else "FAILED" if verdict else "passed"
         style = "bold red" if verdict else "green" if "chosen" in cells else None
-        style = "dim" if style is None and set(cells) == {"-"} else style
-        made.add_row(name, *cells, said, escape("\n".join(why)), style=style)
+        made.add_row(
+            name, *cells, said, escape("\n".join([verdict] * bool(verdict) + why)), style=style
+        )
+    for text, group in declined.items():
+        for i, name in enumerate(group):
+            made.add_row(
+                name, *["-"] * len(phases), "", escape(text if not i else "  the same"), style="dim"
+            )
+    out.print()
     out.print(made)
     stages = next(iter(phases.values()))["stages"]
     out.print("  ".join(f"{stage}: {found['chosen']}" for stage, found in stages.items()))

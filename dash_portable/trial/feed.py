@@ -129,12 +129,16 @@ class Feed:
         block = self.block_table[sequence, token // self.block_size].long()
         return block * self.block_size + token % self.block_size
 
-    def describe(self, first: int, last: int, *, graph: bool = False) -> Step:
-        """A step for prompt tokens `first .. last` of the first sequence, or for one answer token
-        `first` of every sequence.
+    def describe(
+        self, first: int, last: int, *, sequences: int | None = None, graph: bool = False
+    ) -> Step:
+        """A step for prompt tokens `first .. last`, or for the one answer token `first`.
+
+        sequences   how many of the copies take part: the first one of a prompt, all of an answer
         """
         prompt = last <= self.prompt_len
-        sequences = 1 if prompt else self.copies
+        if sequences is None:
+            sequences = 1 if prompt else self.copies
         slots = [self.slots(first, last, sequence) for sequence in range(sequences)]
         return describe(
             [last - first] * sequences,
@@ -142,7 +146,7 @@ class Feed:
             self.block_table[:sequences],
             torch.cat(slots),
             self.roles[first:last].repeat(sequences),
-            self.positions[:, first:last] if prompt else None,
+            self.positions[:, first:last].repeat(1, sequences) if prompt else None,
             config=self.config,
             cache=self.caches[0],
             num_heads=self.heads,

@@ -64,20 +64,24 @@ def layer_inputs(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
+    alike: bool = True,
 ) -> LayerInputs:
-    """Inputs of all tokens of a document; the same numbers on every device."""
+    """Inputs of all tokens of a document; the same numbers on every device.
+
+    alike   neighbours show alike things; False: each row selects at random, the worst case
+    """
     random = torch.Generator().manual_seed(seed)
     tokens, dim = len(document), config.index_dim
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random)
 
-    shown = _shown(document, dim, random)
+    shown = _shown(document, dim, random) if alike else normal(tokens, dim)
     # Pairs that turn slowly keep what they say over a page; fast ones carry mostly noise.
     pair = torch.arange(dim) % (dim // 2)
     weight = torch.where(pair > dim // 4, 1.0, 0.15)
     asked = shown * weight + _NOISE * normal(tokens, dim)
-    offered = shown * weight + _NOISE * normal(tokens, dim)
+    offered = (shown if alike else normal(tokens, dim)) * weight + _NOISE * normal(tokens, dim)
 
     def kept(x: Tensor) -> Tensor:
         return x.to(dtype).to(device)

@@ -172,6 +172,11 @@ class Oracle:
         remote, own = self._own(position, blocks)
         return torch.where(own.any(1, keepdim=True), own, remote)
 
+    def candidates(self, position: Tensor) -> int:
+        """How many blocks rows at `position [n]` may choose from, in all."""
+        blocks = len(self.image_page) // self.feed.config.block
+        return int(self._candidates(position, blocks).sum())
+
     def bound(self, position: Tensor) -> Tensor:
         """Whether rows at `position [n]` are bound to blocks of their own page, `[n]` bool."""
         blocks = len(self.image_page) // self.feed.config.block
