@@ -44,14 +44,22 @@ class Flash2(Library):
         return (got[0], got[1]) if self.call.with_lse else (got, None)
 
 
+def narrow_values(width: int, head_dim: int) -> int:
+    """Value width of generation 3: it has kernels with narrower values for few pairs of widths."""
+    return head_dim if 128 < width <= 192 and 96 < head_dim <= 128 else width
+
+
 class Flash3(Library):
     """FlashAttention 3 built from `hopper/`. Its varlen call has lost and regained the LSE from
     version to version, so segments that need it go through `flash_attn_with_kvcache`, which always
     had it."""
 
     title = "flash_attn 3"
-    own_value_width = True
     addressing = Addressing.PAGED
+
+    @classmethod
+    def value_width_for(cls, width: int, head_dim: int) -> int:
+        return narrow_values(width, head_dim)
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -163,8 +171,11 @@ class Copy2(Copy):
 class Copy3(Copy):
     title = "vllm flash_attn 3"
     generation = 3
-    own_value_width = True
     addressing = Addressing.PAGED
+
+    @classmethod
+    def value_width_for(cls, width: int, head_dim: int) -> int:
+        return narrow_values(width, head_dim)
 
 
 class Copy4(Copy):

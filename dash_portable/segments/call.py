@@ -77,7 +77,6 @@ class Library(ABC):
     is in `__init__`.
 
     widths            head widths it takes, ascending; empty: every multiple of 8
-    own_value_width   values may be narrower than keys
     takes_groups      it takes fewer kv heads than query heads
     addressing        of gathered segments that are shorter than their slots
     lse_layout, lse_base   of what `attend` returns
@@ -85,7 +84,6 @@ class Library(ABC):
 
     title: ClassVar[str]
     widths: ClassVar[tuple[int, ...]] = ()
-    own_value_width: ClassVar[bool] = False
     takes_groups: ClassVar[bool] = True
     addressing: ClassVar[Addressing] = Addressing.CLOSED
     lse_layout: Layout = "HN"
@@ -99,6 +97,11 @@ class Library(ABC):
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """`query [B * queries, Hq, E]`, keys and values [keys, H, .] or pages [.., page, H, .]: out
         and its lse."""
+
+    @classmethod
+    def value_width_for(cls, width: int, head_dim: int) -> int:
+        """Head width of values beside keys of `width`, at least `head_dim`; most want one."""
+        return width
 
     @classmethod
     def width_for(cls, needed: int) -> int:

@@ -41,7 +41,7 @@ class Room:
 def one_segment_widths(library: type[Library], head_dim: int) -> tuple[int, int]:
     """Head widths of gathered keys and values that hold the bias columns."""
     width = library.width_for(head_dim + BIAS_COLUMNS)
-    return width, head_dim if library.own_value_width else width
+    return width, library.value_width_for(width, head_dim)
 
 
 def bias_columns(bias: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

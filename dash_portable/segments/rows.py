@@ -48,14 +48,9 @@ def slot_offsets(
     kept: int, *, block: int, local: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Segment of every slot, and the slot's place in that segment: two int64 [W]."""
-    sizes = torch.tensor([block] * kept + [local], device=device)
-    segment = torch.repeat_interleave(
-        torch.arange(kept + 1, device=device),
-        sizes,
-        output_size=slot_count(kept, block=block, local=local),
-    )
-    first = torch.arange(kept + 1, device=device) * block
-    return segment, torch.arange(segment.numel(), device=device) - first[segment]
+    slot = torch.arange(slot_count(kept, block=block, local=local), device=device)
+    segment = (slot // block).clamp(max=kept)
+    return segment, slot - segment * block
 
 
 def slot_tokens(where: Spans, *, block: int, local: int) -> tuple[Tensor, Tensor]:

@@ -17,11 +17,23 @@ from tests.fakes.arithmetic import (
 from tests.fakes.machine import Fake, package
 
 
+def pairs(width: int, value_width: int) -> None:
+    """Widths of keys and values that the kernels exist for."""
+    need(width % 8 == 0, "head_size must be a multiple of 8")
+    need(width <= 256 and value_width <= 512, "head dimension at most 256")
+    need(
+        width == value_width
+        or (128 < width <= 192 and 96 < value_width <= 128)
+        or (width <= 64 and value_width <= 512),
+        "V headdim different from Q/K headdim: only (128, 192] with (96, 128], or up to 64",
+    )
+
+
 def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, scale, causal, window):
     halves(q, k, v)
     need(q.shape[1] % k.shape[1] == 0, "Number of heads in key/value must divide heads in query")
-    need(q.shape[-1] == k.shape[-1] and q.shape[-1] % 8 == 0, "head_size must be a multiple of 8")
-    need(v.shape[-1] <= 256 and q.shape[-1] <= 256, "head dimension at most 256")
+    need(q.shape[-1] == k.shape[-1], "q and k must have the same head_size")
+    pairs(q.shape[-1], v.shape[-1])
     starts_k = index(cu_seqlens_k, "cu_seqlens_k")
     lengths = differences(starts_k) if seqused_k is None else index(seqused_k, "seqused_k")
     return attend(

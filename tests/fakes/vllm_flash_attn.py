@@ -7,7 +7,7 @@ from types import ModuleType
 
 import torch
 
-from tests.fakes import flash_attn2, flash_attn4
+from tests.fakes import flash_attn2, flash_attn3, flash_attn4
 from tests.fakes.arithmetic import attend, differences, halves, index, need, paged_runs, plain_runs
 from tests.fakes.machine import Fake, package
 
@@ -99,6 +99,7 @@ def _module(arch: str) -> ModuleType:
             lse = got.lse.masked_fill(got.empty, math.inf)
         else:
             halves(q, k, v)
+            flash_attn3.pairs(q.shape[-1], v.shape[-1])
             starts = index(cu_seqlens_k, "cu_seqlens_k")
             runs = plain_runs(k, v, starts[:-1], differences(starts))
             got = attend(q, runs, index(cu_seqlens_q, "q"), scale=scale, clears=False)
