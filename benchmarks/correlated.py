@@ -1,11 +1,13 @@
-"""Index queries and summaries whose neighbours agree by a chosen amount, and how large the unions of 64 rows are.
+"""Index queries and summaries whose neighbours agree by a chosen amount, and how large the unions
+of 64 rows are.
 
     python benchmarks/correlated.py                     the table (CPU, numpy only, about a minute)
     python benchmarks/correlated.py --lengths 8192 --tiles 8
 
-A row's index query is `sqrt(c) * u + sqrt(1 - c) * noise`: `u` is common to neighbours and turns slowly (to a new,
-independent direction every `turn` rows), so `c` is the correlation of the scores of two adjacent rows: 0 is the worst case
-(every row chooses at random), 1 means that neighbours choose alike.
+A row's index query is `sqrt(c) * u + sqrt(1 - c) * noise`: `u` is common to neighbours and turns
+slowly (to a new, independent direction every `turn` rows), so `c` is the correlation of the scores
+of two adjacent rows: 0 is the worst case (every row chooses at random), 1 means that neighbours
+choose alike.
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ def index_queries(
 
 
 def summaries(blocks: int, dim: int, *, seed: int = 1) -> np.ndarray:
-    """`[blocks, dim]` float32: block summaries of no structure (a mean of 32 keys is smaller than a key)."""
+    """`[blocks, dim]` float32: block summaries of no structure (a mean of 32 keys is smaller than a
+    key).
+    """
     rng = np.random.default_rng(seed)
     return np.float32(0.4) * rng.standard_normal((blocks, dim), dtype=np.float32)
 
 
 def page_blocks(rows: np.ndarray, page_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """First block of each row's own page and last remote block; first > last means that the row scans."""
+    """First block of each row's own page and last remote block; first > last means that the row
+    scans.
+    """
     first = rows // page_tokens * page_tokens // BLOCK
     return first, rows // BLOCK - LOCAL_BLOCKS
 
@@ -63,7 +69,7 @@ def chosen_blocks(
 
 
 def row_classes(rows: int, page_tokens: int | None) -> dict[str, np.ndarray]:
-    """Rows by class, ascending: those with a remote block of their own page, and those that scan."""
+    """Rows by class, ascending: with a remote block of their own page, and those that scan."""
     at = np.arange(rows)
     if page_tokens is None:
         return {"scan": at}
@@ -74,7 +80,9 @@ def row_classes(rows: int, page_tokens: int | None) -> dict[str, np.ndarray]:
 def union_sizes(
     length: int, correlation: float, page_tokens: int | None, *, tiles: int, dim: int = 128
 ) -> dict[str, np.ndarray]:
-    """Blocks in the union of 64 rows of one class, for up to `tiles` tiles of each class spread over the prompt."""
+    """Blocks in the union of 64 rows of one class, for up to `tiles` tiles of each class spread
+    over the prompt.
+    """
     query, summary = index_queries(length, dim, correlation), summaries(length // BLOCK, dim)
     sizes = {}
     for name, rows in row_classes(length, page_tokens).items():
@@ -100,7 +108,9 @@ def main() -> None:
     parser.add_argument("--tiles", type=int, default=12, help="tiles counted of each class")
     args = parser.parse_args()
     print("blocks in the union of 64 rows: mean (largest); random data, 12 of all candidates a row")
-    print(f"| {'length':>7s} | {'c':>4s} | no pages | pages: rows of a page | pages: rows that scan |")
+    print(
+        f"| {'length':>7s} | {'c':>4s} | no pages | pages: rows of a page | pages: rows that scan |"
+    )
     print("|---|---|---|---|---|")
     for length in args.lengths:
         for correlation in args.correlations:

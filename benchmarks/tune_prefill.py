@@ -1,16 +1,18 @@
 """Check and time the prefill kernels on a GPU, kernel by kernel and variant by variant.
 
-    python benchmarks/tune_prefill.py                       everything, a few minutes; the table comes last
+    python benchmarks/tune_prefill.py                       everything; the table comes last
     python benchmarks/tune_prefill.py --only random-32768,pages-131072 --no-tune
     python benchmarks/tune_prefill.py --json out.json
 
-Every variant is compiled first, in parallel processes. Times are medians of CUDA-graph replays (L2 warm); a kernel's time
-is that of its launcher with the other kernels left out. bf16, 10 heads of 128, cache blocks of 64, shuffled.
+Every variant is compiled first, in parallel processes. Times are medians of CUDA-graph replays (L2
+warm); a kernel's time is that of its launcher with the other kernels left out. bf16, 10 heads of
+128, cache blocks of 64, shuffled.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -40,8 +42,16 @@ KERNELS = {
     "select": (select, ("select_tile", "select_redo")),
     "attend": (
         attend,
-        ("union", "invert_sum", "invert_offset", "invert_place", "attend_padding", "attend_tile")
-        + ("attend_pair", "attend_merge"),
+        (
+            "union",
+            "invert_sum",
+            "invert_offset",
+            "invert_place",
+            "attend_padding",
+            "attend_tile",
+            "attend_pair",
+            "attend_merge",
+        ),
     ),
 }
 
@@ -94,16 +104,25 @@ TILE_VARIANTS = [
     )
 ]
 PAIR_VARIANTS = [
-    {"pair_tile": m, "pair_heads": h, "pair_warps": w, "pair_stages": s, "pair_programs": p}
-    for m, h, w, s, p in (
-        (64, 10, 4, 3, 1 << 20),
-        (64, 10, 4, 3, 528),
-        (64, 10, 4, 2, 1 << 20),
-        (64, 5, 4, 3, 1 << 20),
-        (64, 10, 4, 4, 1 << 20),
-        (128, 10, 8, 2, 1 << 20),
-        (32, 10, 2, 3, 1 << 20),
-        (64, 10, 8, 3, 1 << 20),
+    {
+        "pair_tile": m,
+        "pair_heads": h,
+        "pair_warps": w,
+        "pair_stages": s,
+        "pair_programs": p,
+        "pair_store": e,
+    }
+    for m, h, w, s, p, e in (
+        (64, 10, 4, 3, 1 << 20, ""),
+        (64, 10, 4, 3, 528, ""),
+        (64, 10, 4, 3, 1 << 20, "evict_first"),
+        (64, 5, 4, 3, 1 << 20, "evict_first"),
+        (64, 10, 4, 2, 1 << 20, ""),
+        (64, 5, 4, 3, 1 << 20, ""),
+        (64, 10, 4, 4, 1 << 20, ""),
+        (128, 10, 8, 2, 1 << 20, ""),
+        (32, 10, 2, 3, 1 << 20, ""),
+        (64, 10, 8, 3, 1 << 20, ""),
     )
 ]
 MERGE_VARIANTS = [
@@ -119,7 +138,11 @@ STAGES = {
     "attend_merge": MERGE_VARIANTS,
 }
 LIMITS = (0, 24, 32, 48, 64, 96)
-BUDGETS = (256 << 20, 512 << 20, 1 << 30, 2 << 30, 4 << 30)
+BUDGETS = {  # MiB for the partial results of one chunk
+    "random-8192": (16, 32, 48, 64, 96, 128, 256),
+    "random-32768": (64, 128, 256, 512, 1024),
+    "random-131072": (256, 512, 1024, 2048, 4096),
+}
 
 
 class Nothing:
@@ -299,8 +322,8 @@ class Work:
         torch.cuda.synchronize()
         draw = torch.Generator(DEVICE).manual_seed(9)
         few = min(rows, self.rows)
-        at = torch.cat([torch.randint(0, self.rows, (few,), generator=draw, device=DEVICE),
-                        torch.arange(self.rows - min(40, self.rows), self.rows, device=DEVICE)])  # fmt: skip
+        ends = torch.arange(self.rows - min(40, self.rows), self.rows, device=DEVICE)
+        at = torch.cat([torch.randint(0, self.rows, (few,), generator=draw, device=DEVICE), ends])
         at = at.sort().values
         wrong, worst, error = 0, 0.0, 0.0
         for r in range(self.seqs):
@@ -318,7 +341,7 @@ class Work:
             if score.shape[1] < WINDOW:
                 score = F.pad(score, (0, WINDOW - score.shape[1]), value=-torch.inf)
             best = score.sort(dim=1, descending=True, stable=True)
-            want, value = best.indices[:, :TOPK], best.values[:, :TOPK]
+            value = best.values[:, :TOPK]
             got = self.ids[mine].long()
             mine_value = torch.where(got >= 0, score.gather(1, got.clamp_min(0)), -torch.inf)
             twice = (got.sort(1).values.diff(dim=1) == 0) & (got.sort(1).values[:, 1:] >= 0)
@@ -335,7 +358,8 @@ class Work:
         union = float(counts[counts >= 0].float().mean()) if bool((counts >= 0).any()) else 0.0
         verdict = "ok" if wrong == 0 and error < 2e-2 else "WRONG"
         return (
-            f"{verdict}: {wrong} of {len(at)} rows wrong, score off {worst:.0e}, attention {error:.0e}; "
+            f"{verdict}: {wrong} of {len(at)} rows wrong, scores off {worst:.0e}, "
+            f"attention {error:.0e}; "
             f"second pass {redone:.1%}, tiles by block {by_block:.0%}, union {union:.0f}"
         )
 
@@ -363,20 +387,36 @@ class Work:
         return float(((exact - self.out[rows].float()).norm(dim=-1) / exact.norm(dim=-1)).max())
 
     def same_bits(self) -> str:
-        """Another run, and a union limit of 0 with another budget: selections equal; outputs of limit 0 equal."""
+        """Selections with other groups and of a last chunk alone; outputs by block in other budgets
+        and of that chunk.
+        """
         launch, budget = self.launch, self.budget
+        self.use(launch._replace(union_limit=0), 64 << 20)
         self.whole()
-        ids, bias = self.ids.clone(), self.bias.clone()
-        outs = []
-        for size in (budget, 64 << 20):
-            self.use(launch._replace(union_limit=0), size)
-            self.whole()
-            outs.append(self.out.clone())
+        cut = self.out.clone()
+        self.use(launch._replace(union_limit=0), budget)
+        self.whole()
+        ids, bias, out = self.ids.clone(), self.bias.clone(), self.out.clone()
+        found = {"outputs by block, other budget": torch.equal(out, cut)}
+        if self.seqs == 1:
+            few = copy.copy(self)
+            few.rows = 1000
+            few.row = {k: v[-1000:] for k, v in self.row.items()}
+            few.query_start = torch.tensor([0, 1000], dtype=torch.int32, device=DEVICE)
+            few.index_query, few.query = self.index_query[-1000:], self.query[-1000:].contiguous()
+            few.out, few.ids = torch.empty_like(few.query), self.ids[-1000:].clone()
+            few.bias = self.bias[-1000:].clone()
+            few.use(launch._replace(union_limit=0), budget)
+            few.whole()
+            same = torch.equal(few.ids, ids[-1000:]) and torch.equal(few.bias, bias[-1000:])
+            found["selection of a last chunk"] = same
+            found["outputs of a last chunk"] = torch.equal(few.out, out[-1000:])
         self.use(launch._replace(select_groups=32), budget)
         self.whole()
         same = torch.equal(ids, self.ids) and torch.equal(bias, self.bias)
+        found["selection, other groups"] = same
         self.use(launch, budget)
-        return f"selection with other groups equal: {same}; outputs by block equal: {torch.equal(*outs)}"
+        return f"same bits: {found}"
 
 
 def median_us(run: Any, budget_ms: float = 120.0) -> float:
@@ -406,7 +446,9 @@ def median_us(run: Any, budget_ms: float = 120.0) -> float:
 
 
 def alone(work: Work, kernel: str) -> float:
-    """Time of one kernel: its launcher with the others left out (after a whole run, so that its inputs are right)."""
+    """Time of one kernel: its launcher with the others left out (after a whole run, so that its
+    inputs are right).
+    """
     stage = next(s for s, (_, names) in KERNELS.items() if kernel in names)
     module, names = KERNELS[stage]
     kept = {n: getattr(module, f"{n}_kernel") for n in names}
@@ -465,7 +507,9 @@ def tune(work: Work, kernels: list[str]) -> tuple[PrefillRow, dict[str, Any]]:
 
 
 def dense_us(work: Work) -> dict[str, float]:
-    """Dense causal attention of the same sequences, one call each length group, by torch's backends."""
+    """Dense causal attention of the same sequences, one call each length group, by torch's
+    backends.
+    """
     length, many = max(work.lengths), work.seqs
     if min(work.lengths) != length:
         return {}
@@ -517,13 +561,15 @@ def line(result: dict[str, Any]) -> str:
             "invert_offset",
             "invert_place",
             "attend_tile",
+            "attend_pair",
+            "attend_merge",
         )
-        + ("attend_pair", "attend_merge")
     )
     dense = " ".join(f"{k} {v:.0f}" for k, v in result.get("dense", {}).items())
     return (
-        f"{result['workload']:18s} whole {result['whole']:7.0f} us = group {result['group']:.0f} + select "
-        f"{result['select']:.0f} + attend {result['attend']:.0f} | {parts} | dense {dense or '-'}"
+        f"{result['workload']:18s} whole {result['whole']:7.0f} us = group {result['group']:.0f} "
+        f"+ select {result['select']:.0f} + attend {result['attend']:.0f} | {parts} "
+        f"| dense {dense or '-'}"
     )
 
 
@@ -559,6 +605,7 @@ def main() -> None:
                 "random-131072",
                 ["select_tile", "select_redo", "union", "attend_pair", "attend_merge"],
             ),
+            ("random-32768", []),
             ("random-8192", ["select_tile", "attend_pair", "attend_merge"]),
             ("alike-131072", ["attend_tile", "union"]),
             ("16-tiled", ["attend_tile"]),
@@ -570,13 +617,9 @@ def main() -> None:
             launch, found = tune(work, kernels)
             launches[name] = launch
             results.append({"workload": name, "tuned": found, "launch": launch._asdict()})
-            if name == "random-131072":
-                for budget in BUDGETS:
-                    work.use(launch, budget)
-                    print(
-                        f"   {name} budget {budget >> 20} MiB: attend {median_us(work.attend):.0f} us",
-                        flush=True,
-                    )
+            for budget in BUDGETS.get(name, ()):
+                work.use(launch, budget << 20)
+                print(f"   {name} budget {budget} MiB: {median_us(work.attend):.0f} us", flush=True)
             del work
             torch.cuda.empty_cache()
         for name in ("text-c0.9-131072", "16-tiled"):

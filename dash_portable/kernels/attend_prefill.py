@@ -1,12 +1,14 @@
 """Attention of prefill rows to their chosen blocks and local window, in two forms.
 
-A tile whose rows share few blocks walks the union of them, a bias (or -inf) per row and block, then its local keys, and
-is done. The pairs (row, block) of the other tiles are grouped by block: a program takes rows that chose one block, for all
-heads, and writes a partial result for each pair; a merge adds them to the row's local result. Partial results of one chunk
-of tiles lie in one buffer, whose size is the caller's budget; chunks follow one another through it.
+A tile whose rows share few blocks walks the union of them, a bias (or -inf) per row and block, then
+its local keys, and is done. The pairs (row, block) of the other tiles are grouped by block: a
+program takes rows that chose one block, for all heads, and writes a partial result for each pair; a
+merge adds them to the row's local result. Partial results of one chunk of tiles lie in one buffer,
+whose size is the caller's budget; chunks follow one another through it.
 
-Within a form a row's arithmetic does not depend on the rows beside it: blocks are walked in ascending order, blocks and
-keys that are not the row's add nothing, exactly. With LIMIT = 0 there is one form, and outputs do not depend on the batch.
+Within a form a row's arithmetic does not depend on the rows beside it: blocks are walked in
+ascending order, blocks and keys that are not the row's add nothing, exactly. With LIMIT = 0 there
+is one form, and outputs do not depend on the batch.
 """
 
 import triton
@@ -26,7 +28,9 @@ from .union import (
 
 @triton.jit
 def _block_at(table_row, block, n, ok, stride_cb, stride_ct, P: tl.constexpr, BLOCK: tl.constexpr):
-    """Offsets of keys n (0 .. BLOCK - 1) of one sparse block; one look into the table where a cache block holds it whole."""
+    """Offsets of keys n (0 .. BLOCK - 1) of one sparse block; one look into the table where a cache
+    block holds it whole.
+    """
     if P % BLOCK == 0:
         first = block * BLOCK
         place = tl.load(table_row + first // P, mask=ok, other=0).to(tl.int64)
@@ -105,9 +109,11 @@ def attend_tile_kernel(
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """One head of a tile: its union, then its local keys. A tile counted -1 has its local keys only, and its mass stored.
+    """One head of a tile: its union, then its local keys. A tile counted -1 has its local keys
+    only, and its mass stored.
 
-    PAIR: blocks of the union in one step, 1 or 2. STEP: local keys in one step, a multiple of BLOCK.
+    PAIR: blocks of the union in one step, 1 or 2. STEP: local keys in one step, a multiple of
+    BLOCK.
     """
     head, t = tl.program_id(0), tl.program_id(1)
     seq = tl.load(tile_ptr + t * FIELDS)
@@ -236,9 +242,12 @@ def attend_pair_kernel(
     PAIR_TILE: tl.constexpr,
     HEADS: tl.constexpr,
     STAGES: tl.constexpr,
+    STORE: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Rows that chose one block against that block, HEADS heads one after another; partial result and mass of each pair."""
+    """Rows that chose one block against that block, HEADS heads one after another; partial result
+    and mass of each pair.
+    """
     group = tl.program_id(1)
     n = tl.arange(0, BLOCK)
     r = tl.arange(0, PAIR_TILE)
@@ -280,6 +289,7 @@ def attend_pair_kernel(
                 part_ptr + ((wide + head) * D)[:, None] + d[None, :],
                 part.to(part_ptr.dtype.element_ty),
                 mask=live[:, None] & (d[None, :] < D),
+                eviction_policy=STORE,
             )
             tl.store(part_mass_ptr + wide + head, top + tl.log2(mass) + bias, mask=live)
 
@@ -305,10 +315,12 @@ def attend_merge_kernel(
     ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """ROWS rows and one head: the local result (in out) and the rows' partial results become the output."""
+    """ROWS rows and one head: the local result (in out) and the rows' partial results become the
+    output.
+    """
     head = tl.program_id(0)
     t = chunk_tile + tl.program_id(1) // (TILE // ROWS)
-    if t < num_tiles:
+    if t < num_tiles:  # noqa: SIM102 - both sides of an `and` are evaluated
         if tl.load(count_ptr + t) < 0:
             base = tl.load(tile_ptr + chunk_tile * FIELDS + 1)
             at = (
@@ -363,7 +375,9 @@ def attend_padding_kernel(
 
 
 def attend_chunks(num_tiles, heads, width, element, topk, tile, budget):
-    """(chunks, tiles of a chunk) so that a chunk's partial results take at most `budget` bytes, one tile at least."""
+    """(chunks, tiles of a chunk) so that a chunk's partial results take at most `budget` bytes, one
+    tile at least.
+    """
     one = tile * topk * heads * (width * element + 4)
     chunk_tiles = -(-num_tiles // -(-num_tiles // max(1, min(num_tiles, budget // one))))
     return -(-num_tiles // chunk_tiles), chunk_tiles
@@ -372,10 +386,12 @@ def attend_chunks(num_tiles, heads, width, element, topk, tile, budget):
 def attend_shapes(
     num_rows, num_seqs, num_tiles, max_blocks, heads, width, element, topk, *, budget, launch
 ):
-    """{name: (dtype, shape)} of the scratch of attend_prefill; nothing in it is kept. dtype "query" is the query's.
+    """{name: (dtype, shape)} of the scratch of attend_prefill; nothing in it is kept. dtype "query"
+    is the query's.
 
-    num_tiles: rows of the list of tiles; max_blocks: sparse blocks of the longest sequence; element: bytes of one number
-    of the query's dtype; budget: bytes for the partial results of one chunk.
+    num_tiles: rows of the list of tiles; max_blocks: sparse blocks of the longest sequence;
+    element: bytes of one number of the query's dtype; budget: bytes for the partial results of one
+    chunk.
     """
     tile = launch.tile
     chunks, chunk_tiles = attend_chunks(num_tiles, heads, width, element, topk, tile, budget)
@@ -401,7 +417,9 @@ def attend_shapes(
 
 
 def unite(ids, bias, cache, block_table, groups, scratch, *, block, max_blocks, launch):
-    """Unions of all tiles and, for the tiles without one, the lists of pairs by block: up to four launches and a fill."""
+    """Unions of all tiles and, for the tiles without one, the lists of pairs by block: up to four
+    launches and a fill.
+    """
     topk = ids.shape[1]
     tiles = groups["tiles"]
     num_tiles = tiles.shape[0]
@@ -507,9 +525,10 @@ def attend_prefill(
 ):
     """out [N, Hq, D] of a step's rows, grouped by group_rows; padding rows get 0.
 
-    query [N, Hq, D] rotated, contiguous; cache [NB, H + 1, P, 2 D]; block_table int32 [R, blocks]; row_pos int32 [N]; ids
-    int32 [N, topk], -1 unused; bias float32 [N, topk]; groups: what group_rows filled; scratch: the tensors of
-    attend_shapes; launch: the row of launch_prefill that gave the shapes. All launches are queued; nothing is read back.
+    query [N, Hq, D] rotated, contiguous; cache [NB, H + 1, P, 2 D]; block_table int32 [R, blocks];
+    row_pos int32 [N]; ids int32 [N, topk], -1 unused; bias float32 [N, topk]; groups: what
+    group_rows filled; scratch: the tensors of attend_shapes; launch: the row of launch_prefill that
+    gave the shapes. All launches are queued; nothing is read back.
     """
     num_rows, heads, width = query.shape
     if num_rows == 0:
@@ -590,6 +609,7 @@ def attend_prefill(
             PAIR_TILE=launch.pair_tile,
             HEADS=walked,
             STAGES=launch.pair_stages,
+            STORE=launch.pair_store,
             num_warps=launch.pair_warps,
         )
         attend_merge_kernel[(heads, chunk_tiles * (launch.tile // launch.merge_rows))](

@@ -259,7 +259,12 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                 lambda r: Launch(
                     r.pair_warps,
                     0,
-                    {"PAIR_TILE": r.pair_tile, "HEADS": r.pair_heads, "STAGES": r.pair_stages},
+                    {
+                        "PAIR_TILE": r.pair_tile,
+                        "HEADS": r.pair_heads,
+                        "STAGES": r.pair_stages,
+                        "STORE": r.pair_store,
+                    },
                 ),
                 dtype,
             ),

@@ -1,9 +1,9 @@
 """Which rows go together in prefill: by sequence and class, cut into tiles of one class.
 
-Rows of one sequence fall into two classes: those with a remote block of their own page (they look at few blocks, which
-neighbours share), and those that scan every remote block. `group_rows` orders the rows of each sequence by class, keeps
-their order within it, and cuts them into tiles. It depends on positions, pages and ranges only, so it is run once a
-step, not once a layer.
+Rows of one sequence fall into two classes: those with a remote block of their own page (they look
+at few blocks, which neighbours share), and those that scan every remote block. `group_rows` orders
+the rows of each sequence by class, keeps their order within it, and cuts them into tiles. It
+depends on positions, pages and ranges only, so it is run once a step, not once a layer.
 """
 
 import triton
@@ -11,11 +11,12 @@ import triton.language as tl
 
 from .primitives import ROLE, token_at
 
-TILE_FIELDS = 8  # of a tile's record: sequence (-1: no tile), begin, end, class, number in its sequence, first of sequence
+# A tile's record: sequence (-1: no tile), begin, end, class, number in its sequence, the
+# sequence's first place in the order, two unused.
+TILE_FIELDS = 8
 CHUNK = 256  # rows of one program of the grouping
 
 
-# ------------------------------------------------------------------------------------------------ classes
 @triton.jit(do_not_specialize=["num_rows", "entries"])
 def rows_class_kernel(
     seq_ptr,
@@ -47,7 +48,9 @@ def rows_class_kernel(
     GIVEN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Per row: the first and last block it may choose, and its page + 1 (0: it scans). Per program: rows of either class."""
+    """Per row: the first and last block it may choose, and its page + 1 (0: it scans). Per program:
+    rows of either class.
+    """
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i_ok = i < num_rows
     pos = tl.load(pos_ptr + i, mask=i_ok, other=-1)
@@ -109,7 +112,9 @@ def rows_class_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rows_count_kernel(pos_ptr, page_ptr, part_ptr, before_ptr, num_rows, ROWS: tl.constexpr):
-    """For every row, and behind the last, how many rows of either class come before it: before [2, N + 1]."""
+    """For every row, and behind the last, how many rows of either class come before it: before [2,
+    N + 1].
+    """
     chunk = tl.program_id(0)
     own_base = tl.zeros((), tl.int32)
     scan_base = tl.zeros((), tl.int32)
@@ -180,7 +185,9 @@ def rows_order_kernel(
     ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """First programs: the rows by sequence, class and position. The others: the records of the tiles."""
+    """First programs: the rows by sequence, class and position. The others: the records of the
+    tiles.
+    """
     second = before_ptr + num_rows + 1
     c = tl.arange(0, ROWS)
     if tl.program_id(0) < row_programs:
@@ -267,9 +274,10 @@ def group_rows(
 ):
     """Class and order of all rows of a step, and the list of tiles; once a step, four launches.
 
-    row_seq, row_pos, query_page, num_pages int32 [N]; query_start int32 [R + 1]; starts int32 [R, pages, 2] (first token,
-    count) or None when no row has a page; ranges int32 [R, blocks, 2]; each sequence contiguous; groups: the tensors of group_shapes. starts_given
-    says that starts is a page table: it then holds for rows that are not stored yet.
+    row_seq, row_pos, query_page, num_pages int32 [N]; query_start int32 [R + 1]; starts int32 [R,
+    pages, 2] (first token, count) or None when no row has a page; ranges int32 [R, blocks, 2]; each
+    sequence contiguous; groups: the tensors of group_shapes. starts_given says that starts is a
+    page table: it then holds for rows that are not stored yet.
     """
     num_rows, num_seqs = row_pos.shape[0], query_start.shape[0] - 1
     if num_rows == 0:

@@ -13,10 +13,13 @@ class PrefillRow(NamedTuple):
     """How the prefill kernels are launched on one arch.
 
     tile            rows of one tile of the grouped order; all kernels share it
-    select_*        groups (blocks of one step), warps, stages and further options of the first pass; redo_warps the second
-    union_limit     largest union of a tile that is walked for all its rows; tiles with more go by block. 0: all go by block
-    tile_*          the tile kernel: blocks of a union in one step (1 or 2), local keys in one step, warps, stages
-    pair_*          the kernel by block: rows of one program, heads it walks, warps, stages, programs at most
+    select_*        groups (blocks of one step), warps, stages, further options of the first pass
+    redo_warps      of the second pass
+    union_limit     largest union of a tile that is walked for all its rows; a tile with more goes
+                    by block. 0: all go by block
+    tile_*          the tile kernel: union blocks in one step (1 or 2), local keys in one step
+    pair_*          the kernel by block: rows of one program, heads it walks, programs at most,
+                    eviction policy of its stores ("": none)
     merge_*         rows and warps of one program of the merge
     """
 
@@ -38,6 +41,7 @@ class PrefillRow(NamedTuple):
     pair_warps: int = 4
     pair_stages: int = 2
     pair_programs: int = 8192
+    pair_store: str = ""
     merge_rows: int = 4
     merge_warps: int = 1
 

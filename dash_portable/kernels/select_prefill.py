@@ -1,10 +1,11 @@
 """Which blocks each row of a prefill step attends to.
 
-A tile of rows passes its blocks once. A row's blocks fall into GROUPS groups (block modulo GROUPS); of each group the two
-best scores stay in registers with their blocks, of the third only the score. The window's best are then taken from the
-two times GROUPS candidates. A row is certain when no group's third reaches the last one taken; rows that are not (about
-one in seven with 64 groups, all rows when scores are equal) go to a list, and a second launch passes their blocks with a
-running window. Both are exact, and a row's path depends on the row alone.
+A tile of rows passes its blocks once. A row's blocks fall into GROUPS groups (block modulo GROUPS);
+of each group the two best scores stay in registers with their blocks, of the third only the score.
+The window's best are then taken from the two times GROUPS candidates. A row is certain when no
+group's third reaches the last one taken; rows that are not (about one in seven with 64 groups, all
+rows when scores are equal) go to a list, and a second launch passes their blocks with a running
+window. Both are exact, and a row's path depends on the row alone.
 """
 
 import triton
@@ -24,7 +25,9 @@ from .primitives import (
 
 @triton.jit
 def _keep_two(score, at, one, one_at, two, two_at, third):
-    """Scores of one tile of blocks into the two best of each group; equal ones keep the earlier, lower block."""
+    """Scores of one tile of blocks into the two best of each group; equal ones keep the earlier,
+    lower block.
+    """
     first = score > one
     second = score > two
     third = tl.where(second, two, tl.maximum(third, score))
@@ -79,7 +82,9 @@ def select_tile_kernel(
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """One tile of rows of one class: one pass over its blocks, the window's best, the finish; doubtful rows to the list."""
+    """One tile of rows of one class: one pass over its blocks, the window's best, the finish;
+    doubtful rows to the list.
+    """
     record = tile_ptr + (tl.num_programs(0) - 1 - tl.program_id(0)) * FIELDS  # long rows first
     seq = tl.load(record)
     if seq >= 0:
@@ -122,9 +127,8 @@ def select_tile_kernel(
                     mask=d[:, None] < D,
                     other=0.0,
                 )
-            score = (
-                tl.dot(query, key, input_precision="ieee") * root * factor
-            )  # final_score while no clamp bites
+            raw = tl.dot(query, key, input_precision="ieee")
+            score = raw * root * factor  # final_score while no clamp bites
             one, one_at, two, two_at, third = _keep_two(score, o, one, one_at, two, two_at, third)
         for o in tl.range(tl.maximum(begin, common), final + 1, GROUPS, num_stages=1):
             block = o + n
@@ -132,7 +136,7 @@ def select_tile_kernel(
             key = tl.load(summary + block[None, :] * D + d[:, None], mask=key_ok, other=0.0)
             score = final_score(tl.dot(query, key, input_precision="ieee"), factor, D)
             ok = _allowed(block, first, last, page, ranges, False)
-            if HAS_PAGES:
+            if HAS_PAGES:  # noqa: SIM102 - a constant, no part of a condition on values
                 if tl.max(page, 0) > 0:
                     ok = _allowed(block, first, last, page, ranges, True)
             score = tl.where(ok, score, float("-inf"))
@@ -154,8 +158,8 @@ def select_tile_kernel(
             one = tl.where(taken, two, one)
             one_at = tl.where(taken, two_at, one_at)
             two = tl.where(taken, float("-inf"), two)
-        # Where every row may choose a block the clamp and NaN were not looked at: neither can be among the best while
-        # the last one taken lies above both, and the first below the clamp.
+        # Where every row may choose a block the clamp and NaN were not looked at: neither can be
+        # among the best while the last one taken lies above both, and the first below the clamp.
         bound = tl.abs(factor) * CLAMP
         certain = (least > tl.maximum(-bound, BAD_SCORE)) & (left_out < least) & (most < bound)
         certain = certain | ((common <= begin) & (left_out == float("-inf")))
@@ -204,7 +208,9 @@ def select_redo_kernel(
     HAS_PAGES: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """The rows of the list by a running window, which takes whatever scores come. Also empties the padding rows."""
+    """The rows of the list by a running window, which takes whatever scores come. Also empties the
+    padding rows.
+    """
     w = tl.arange(0, W)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     padding = tl.load(pos_ptr + row, mask=row < num_rows, other=0) < 0
@@ -276,7 +282,9 @@ def select_redo_kernel(
 
 
 def select_shapes(num_rows, num_seqs):
-    """Shapes of the int32 tensors that select_prefill needs besides the groups; nothing in them is kept."""
+    """Shapes of the int32 tensors that select_prefill needs besides the groups; nothing in them is
+    kept.
+    """
     return {"redo_count": (num_seqs,), "redo": (num_rows,)}
 
 
@@ -299,11 +307,13 @@ def select_prefill(
     tile,
     launch,
 ):
-    """ids int32 [N, topk] and bias float32 [N, topk] of a step's rows, grouped by group_rows; two launches.
+    """ids int32 [N, topk] and bias float32 [N, topk] of a step's rows, grouped by group_rows; two
+    launches.
 
-    index_query [N, D] rotated, contiguous; summaries [R, blocks, D] and ranges int32 [R, blocks, 2] (None when no
-    row has a page), each sequence contiguous; row_pos int32 [N]; groups: what group_rows filled; scratch: tensors of select_shapes. launch:
-    a row of launch_prefill (select_groups, select_warps, select_stages, select_options).
+    index_query [N, D] rotated, contiguous; summaries [R, blocks, D] and ranges int32 [R, blocks, 2]
+    (None when no row has a page), each sequence contiguous; row_pos int32 [N]; groups: what
+    group_rows filled; scratch: tensors of select_shapes. launch: a row of launch_prefill
+    (select_groups, select_warps, select_stages, select_options).
     """
     num_rows, width = index_query.shape
     if num_rows == 0:

@@ -1,9 +1,10 @@
 """Unions of a tile's chosen blocks, and the inversion: for every block the rows that chose it.
 
-`unite` walks the distinct blocks of a tile in ascending order. Up to LIMIT of them become the tile's union, with each
-row's bias (-inf: not chosen); a tile with more is counted -1 and its (row, block) pairs go into the lists by block
-that `invert` completes. Pairs are numbered by the row's place in the grouped order, so the tiles of one chunk
-hold one run of numbers and a chunk's partial results fit a buffer of a chosen size.
+`unite` walks the distinct blocks of a tile in ascending order. Up to LIMIT of them become the
+tile's union, with each row's bias (-inf: not chosen); a tile with more is counted -1 and its (row,
+block) pairs go into the lists by block that `invert` completes. Pairs are numbered by the row's
+place in the grouped order, so the tiles of one chunk hold one run of numbers and a chunk's partial
+results fit a buffer of a chosen size.
 """
 
 import triton
@@ -43,7 +44,9 @@ def union_kernel(
     ROOM: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """One tile: its union and biases (times log2 e), or its pairs' places in the lists of their blocks."""
+    """One tile: its union and biases (times log2 e), or its pairs' places in the lists of their
+    blocks.
+    """
     t = tl.program_id(0)
     seq = tl.load(tile_ptr + t * FIELDS)
     if seq >= 0:
@@ -85,7 +88,7 @@ def union_kernel(
 
 @triton.jit(do_not_specialize=["keys", "parts"])
 def invert_sum_kernel(hist_ptr, part_ptr, keys, parts, STEP: tl.constexpr, TILE: tl.constexpr):
-    """Pairs and tiles of each run of STEP keys of a chunk; only where there is more than one run."""
+    """Pairs and tiles of each run of STEP keys of a chunk; only where there are several runs."""
     run, chunk = tl.program_id(0), tl.program_id(1)
     k = run * STEP + tl.arange(0, STEP)
     count = tl.load(hist_ptr + chunk.to(tl.int64) * keys + k, mask=k < keys, other=0)
@@ -104,7 +107,9 @@ def invert_offset_kernel(
     STEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Where each key's list begins in its chunk's pairs, and its first tile: offset, first [chunks, keys + 1]."""
+    """Where each key's list begins in its chunk's pairs, and its first tile: offset, first [chunks,
+    keys + 1].
+    """
     run, chunk = tl.program_id(0), tl.program_id(1)
     j = tl.arange(0, STEP)
     pairs = tl.zeros((), tl.int32)
@@ -162,7 +167,9 @@ def invert_place_kernel(
     ENTRIES: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """First num_tiles programs: pairs into the lists. The others: the chunks' tiles of pairs (key, begin, end)."""
+    """First num_tiles programs: pairs into the lists. The others: the chunks' tiles of pairs (key,
+    begin, end).
+    """
     t = tl.program_id(0)
     if t < num_tiles:
         if tl.load(count_ptr + t) < 0:

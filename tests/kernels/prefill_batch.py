@@ -1,7 +1,7 @@
 """A batch of sequences as the prefill kernels see it, and what they must answer, by plain float64.
 
-Cache blocks lie in random order, unused ones are NaN, table entries behind a sequence's last block point far outside,
-scratch and outputs are NaN (or the largest integer) before each call.
+Cache blocks lie in random order, unused ones are NaN, table entries behind a sequence's last block
+point far outside, scratch and outputs are NaN (or the largest integer) before each call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def config(scale: float = 20.0, **more: object) -> DashConfig:
 
 
 class Part(NamedTuple):
-    """One sequence: its pages as (text tokens, image tokens) from page 1 on, tokens in all, new rows."""
+    """One sequence: its pages as (text tokens, image tokens) from page 1 on, tokens in all, new
+    rows.
+    """
 
     pages: tuple[tuple[int, int], ...]
     length: int
@@ -259,7 +261,9 @@ class Batch:
 
     # ---------------------------------------------------------------- the answers
     def candidates(self, i: int, given: bool = False) -> tuple[list[int], bool]:
-        """Blocks that row i may choose, by looking at every token; whether they are those of its page."""
+        """Blocks that row i may choose, by looking at every token; whether they are those of its
+        page.
+        """
         rule, r, pos = self.config, int(self.row["seq"][i]), int(self.row["pos"][i])
         remote = list(range(pos // rule.block - rule.local_blocks + 1))
         page = int(self.row["query_page"][i]) + 1

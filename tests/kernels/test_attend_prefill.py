@@ -1,4 +1,4 @@
-"""Unions, inversion and attention of prefill rows, in Triton's interpreter, against plain float64."""
+"""Unions, inversion and attention of prefill rows, in Triton's interpreter, against float64."""
 
 from __future__ import annotations
 
@@ -156,7 +156,9 @@ def test_more_keys_than_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_nearest_block_stops_at_the_local_window() -> None:
-    """Every place of a row in its block, with the nearest remote block chosen, alone and with others."""
+    """Every place of a row in its block, with the nearest remote block chosen, alone and with
+    others.
+    """
     for form in ("by-block", "by-tile"):
         batch = Batch([Part((), 260, 70)], heads=1)
         ids = torch.full((batch.num_rows, 12), -1, dtype=torch.int32)

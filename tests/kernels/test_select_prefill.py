@@ -51,7 +51,7 @@ def check_grouping(
 
 
 def check_selection(batch: Batch, ids: torch.Tensor, bias: torch.Tensor) -> None:
-    """Equal to the oracle; where blocks differ their scores may not, by more than float32 sums do."""
+    """Equal to the oracle; blocks differ only where float32 sums cannot tell their scores."""
     rule = batch.config
     for i in range(batch.num_rows):
         if int(batch.row["pos"][i]) < 0:
@@ -74,7 +74,7 @@ def check_selection(batch: Batch, ids: torch.Tensor, bias: torch.Tensor) -> None
         slack = 2 * 64 * torch.finfo(torch.float32).eps * max(float(score.abs().max()), 1.0)
         pairs = zip(used, [b for b in want if b >= 0], strict=True)
         assert all(abs(float(score[a] - score[b])) <= slack for a, b in pairs)
-        # d ln(prior) / d score is at most 1 / sqrt(floor), and the floor bounds the prior from below
+        # d ln(prior) / d score is at most 1 / sqrt(floor): the floor bounds the prior from below
         wrong = (bias[i].double() - expect.bias[0]).abs().max()
         assert wrong <= 4 * slack / rule.floor[0] ** 0.5 / rule.sigma + 1e-5
 
