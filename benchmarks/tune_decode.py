@@ -1,9 +1,12 @@
 """Decode on this GPU: is it right, how long does every stage and every candidate launch row take?
 
-    python benchmarks/tune_decode.py                        everything, compiled by 12 processes first; some minutes
-    python benchmarks/tune_decode.py check layer --jobs 4   only these parts: check select pages attend layer host
+    python benchmarks/tune_decode.py                        everything, compiled by 12 processes
+    first; some minutes
+    python benchmarks/tune_decode.py check layer --jobs 4   only these parts: check select pages
+    attend layer host
 
-Times are medians of CUDA graphs with L2 emptied before every call (the emptying alone is subtracted), in us.
+Times are medians of CUDA graphs with L2 emptied before every call (the emptying alone is
+subtracted), in us.
 """
 
 from __future__ import annotations
@@ -61,12 +64,16 @@ _flush: list[Tensor] = []
 class Case:
     """N sequences of a context, each about to decode one token, in one layer's cache."""
 
-    def __init__(self, rows: int, context: int, *, pages: bool, heads: int = 10, group: int = 1) -> None:
+    def __init__(
+        self, rows: int, context: int, *, pages: bool, heads: int = 10, group: int = 1
+    ) -> None:
         self.rows, self.context, self.paged = rows, context, pages
         random = torch.Generator(DEVICE).manual_seed(rows + context)
         blocks = rows * context // P
         shape = (blocks, heads + 1, P, 2 * D)
-        self.cache = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_(generator=random)
+        self.cache = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_(
+            generator=random
+        )
         self.table = torch.randperm(blocks, generator=random, device=DEVICE).int().view(rows, -1)
         aux = layout.auxiliary(self.cache)
         aux[..., D : D + 32] = 0
@@ -95,9 +102,7 @@ class Case:
             max_seq_len=context,
         )
         like = [(rows, heads * group, D), (rows, heads, D), (rows, heads, D), (rows, D), (rows, D)]
-        self.inputs = [
-            torch.randn(of, generator=random, device=DEVICE).bfloat16() for of in like
-        ]
+        self.inputs = [torch.randn(of, generator=random, device=DEVICE).bfloat16() for of in like]
         self.head_cls = torch.randn(D, generator=random, device=DEVICE).bfloat16()
 
     def _slots(self, seq: Tensor, token: Tensor) -> Tensor:
@@ -206,14 +211,18 @@ def whole(case: Case, layer: TritonLayer, runner: Runner) -> Callable[[], object
 
 
 def wrong_rows(case: Case, found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> str:
-    """Rows with other blocks than the eager layer, and the largest difference of a bias in the rest."""
+    """Rows with other blocks than the eager layer, and the largest difference of a bias in the
+    rest.
+    """
     same = (found[0] == wanted[0]).all(1)
     bias = (found[1] - wanted[1])[same].abs().max() if bool(same.any()) else float("nan")
     return f"{int((~same).sum())} of {case.rows} rows differ, bias {float(bias):.1e}"
 
 
 def check(lines: list[str], once: bool) -> None:
-    """Against the eager layer on this GPU, all rows of all variants the same bits, alone as in the batch."""
+    """Against the eager layer on this GPU, all rows of all variants the same bits, alone as in the
+    batch.
+    """
     for pages, rows, group in ((False, 9, 1), (True, 9, 1), (True, 65, 4)):
         case = Case(rows, 8192, pages=pages, heads=2, group=group)
         twin = case.cache.clone()
@@ -247,7 +256,9 @@ def check(lines: list[str], once: bool) -> None:
                     bad.append(str(row))
         alone = replace(
             case.step,
-            **{k: getattr(case.step, k)[4:5] for k in ("slots", "roles", "seq_lens", "block_table")},
+            **{
+                k: getattr(case.step, k)[4:5] for k in ("slots", "roles", "seq_lens", "block_table")
+            },
             row_seq=case.step.row_seq[:1],
             row_pos=case.step.row_pos[4:5],
             query_start=case.step.query_start[:2],
@@ -256,13 +267,18 @@ def check(lines: list[str], once: bool) -> None:
         own = TritonLayer(alone)
         parts = own.prepare(*[x[4:5] for x in case.inputs], case.cache, case.head_cls, 60.0, 1e-4)
         same = torch.equal(parts[1][0], ids[4]) and torch.equal(parts[2][0], bias[4])
-        lines.append(f"      selection: alone {'same bits' if same else 'OTHER BITS'}, other rows with other bits: {bad or 'none'}")
+        lines.append(
+            f"      selection: alone {'same bits' if same else 'OTHER BITS'}, "
+            f"launch rows with other bits: {bad or 'none'}"
+        )
 
 
 def oracle(case: Case, query: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
     from dash_portable.backends.eager import gather_rows
 
-    keys, values, used = gather_rows(case.step, case.cache, ids, torch.arange(case.rows, device=DEVICE))
+    keys, values, used = gather_rows(
+        case.step, case.cache, ids, torch.arange(case.rows, device=DEVICE)
+    )
     prior = bias.double().repeat_interleave(BS, 1)
     prior = torch.cat([prior, prior.new_zeros(case.rows, CONFIG.local)], 1)
     grouped = query.double().unflatten(1, (case.step.kv_heads, case.step.group))
@@ -278,7 +294,8 @@ def cases(context: int, pages: bool) -> Iterator[Case]:
 
 
 def short(row: launch.SelectRow) -> str:
-    return f"tile {row.tile} programs {row.programs} warps {row.warps}{'' if row.ticket else ' two launches'}"
+    merged = "" if row.ticket else " two launches"
+    return f"tile {row.tile} programs {row.programs} warps {row.warps}{merged}"
 
 
 def tune_select(lines: list[str], once: bool, pages: bool) -> None:
@@ -290,7 +307,10 @@ def tune_select(lines: list[str], once: bool, pages: bool) -> None:
             times[row] = 0.0 if once else cold_us(call)
         best = sorted(times, key=times.__getitem__)[:4]
         text = "; ".join(f"{times[row]:.1f} ({short(row)})" for row in best)
-        lines.append(f"select 128K pages={pages} N={case.rows}: {text}; two launches {times[SELECTS[-1]]:.1f}")
+        lines.append(
+            f"select 128K pages={pages} N={case.rows}: {text}; "
+            f"two launches {times[SELECTS[-1]]:.1f}"
+        )
 
 
 def tune_attend(lines: list[str], once: bool) -> None:
@@ -302,12 +322,16 @@ def tune_attend(lines: list[str], once: bool) -> None:
             call()
             times[row] = 0.0 if once else cold_us(call)
         best = sorted(times, key=times.__getitem__)[:4]
-        text = "; ".join(f"{times[r]:.1f} (split {r.split} warps {r.warps} ticket {r.ticket})" for r in best)
+        text = "; ".join(
+            f"{times[r]:.1f} (split {r.split} warps {r.warps} ticket {r.ticket})" for r in best
+        )
         lines.append(f"attend 32K N={case.rows}: {text}")
 
 
 def tune_layer(lines: list[str], once: bool) -> None:
-    """Store and select as one launch under every row, then the whole layer with the table's own rows."""
+    """Store and select as one launch under every row, then the whole layer with the table's own
+    rows.
+    """
     for case in cases(1 << 15, False):
         times = {}
         for row in SELECTS:
@@ -333,7 +357,10 @@ def tune_layer(lines: list[str], once: bool) -> None:
             "attend": attended(case, layer, runner),
         }
         text = ", ".join(f"{name} {cold_us(part):.1f}" for name, part in parts.items())
-        lines.append(f"LAYER 32K N={case.rows} (rows of launch.py): {text}, layer warm {median_us(call, 20):.1f}")
+        lines.append(
+            f"LAYER 32K N={case.rows} (rows of launch.py): {text}, "
+            f"layer warm {median_us(call, 20):.1f}"
+        )
 
 
 def host(lines: list[str], once: bool) -> None:
@@ -352,7 +379,9 @@ def host(lines: list[str], once: bool) -> None:
         times.append(time.perf_counter() - begin)
         torch.cuda.synchronize()
     times.sort()
-    lines.append(f"host time of one layer: median {times[100] * 1e6:.0f} us, best {times[0] * 1e6:.0f} us")
+    lines.append(
+        f"host time of one layer: median {times[100] * 1e6:.0f} us, best {times[0] * 1e6:.0f} us"
+    )
 
 
 TABLES = (dict(launch.SELECT), dict(launch.ATTEND))
@@ -367,10 +396,16 @@ PARTS: dict[str, Callable[[list[str], bool], None]] = {
 
 
 def warm(index: int, of: int) -> None:
-    """Compile this process's share of the variants: the shapes that matter to compilers, small caches."""
+    """Compile this process's share of the variants: the shapes that matter to compilers, small
+    caches.
+    """
     work: list[Callable[[], object]] = []
     for rows, context, pages, heads in [
-        *[(n, c, p, h) for n in (1, 8, 64, 256) for c, p, h in ((1 << 15, False, 10), (1 << 17, True, 2))]
+        *[
+            (n, c, p, h)
+            for n in (1, 8, 64, 256)
+            for c, p, h in ((1 << 15, False, 10), (1 << 17, True, 2))
+        ]
     ]:
         for row in SELECTS:
             work.append(lambda a=(rows, context, pages, heads), r=row: _compile(*a, r))
@@ -391,7 +426,9 @@ def _compile(rows: int, context: int, pages: bool, heads: int, row: launch.Selec
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", default=[])
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--warm", help=argparse.SUPPRESS)
@@ -401,11 +438,17 @@ def main() -> None:
         return
     begin = time.perf_counter()
     children = [
-        subprocess.Popen([sys.executable, __file__, "--warm", f"{i}/{args.jobs}"]) for i in range(args.jobs)
+        subprocess.Popen([sys.executable, __file__, "--warm", f"{i}/{args.jobs}"])
+        for i in range(args.jobs)
     ]
     failed = [child.args for child in children if child.wait()]
-    print(f"compiled in {time.perf_counter() - begin:.0f} s by {args.jobs} processes, {len(failed)} failed")
-    lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"]
+    print(
+        f"compiled in {time.perf_counter() - begin:.0f} s by {args.jobs} processes, "
+        f"{len(failed)} failed"
+    )
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
+    ]
     for name in args.parts or PARTS:
         begin = time.perf_counter()
         PARTS[name](lines, False)

@@ -36,7 +36,9 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
 
 
 def grouped_rows(step: Step) -> dict[str, Tensor] | None:
-    """How selection grouped the rows of a step, for attention to tile them alike; None if no layer of ours selected."""
+    """How selection grouped the rows of a step, for attention to tile them alike; None if no layer
+    of ours selected.
+    """
     rows = _TILE_ROWS.get(id(step))
     return rows.groups if rows is not None and rows.selected else None
 
@@ -44,8 +46,9 @@ def grouped_rows(step: Step) -> dict[str, Tensor] | None:
 class TritonLayer:
     """Store and select for one step.
 
-    The scratch of a step is its own and is made with it; a layer's call allocates only what it returns. Rotated queries,
-    ids and biases are returned in tensors that the next layer's call overwrites.
+    The scratch of a step is its own and is made with it; a layer's call allocates only what it
+    returns. Rotated queries, ids and biases are returned in tensors that the next layer's call
+    overwrites.
     """
 
     def __init__(self, step: Step) -> None:
@@ -60,9 +63,7 @@ class TritonLayer:
         self._given = 0 if step.positions is None else 2 if step.recomputed else 1
         self._sizes = (step.kv_heads, step.group, step.head_dim, power_of_two(step.head_dim // 2))
         self._blocks = (step.block_size, config.block, power_of_two(config.block), config.page_mod)
-        self.query = torch.empty(
-            (rows, step.heads, step.head_dim), dtype=step.dtype, device=device
-        )
+        self.query = torch.empty((rows, step.heads, step.head_dim), dtype=step.dtype, device=device)
         self.index_query = torch.empty((rows, step.head_dim), dtype=step.dtype, device=device)
         self.ids = torch.empty((rows, config.topk), dtype=torch.int32, device=device)
         self.bias = torch.empty((rows, config.topk), dtype=torch.float32, device=device)
@@ -79,12 +80,16 @@ class TritonLayer:
 
     @property
     def coordinates(self) -> Tensor:
-        """int32 [N, 4] of the rows, after store: tok, page, num_pages, query_page. Of a step with several rows a sequence."""
-        assert self._tiles is not None, "rows that are alone in their sequence keep theirs in the cache"
+        """int32 [N, 4] of the rows, after store: tok, page, num_pages, query_page. Of a step with
+        several rows a sequence.
+        """
+        assert self._tiles is not None, (
+            "rows that are alone in their sequence keep theirs in the cache"
+        )
         return self._tiles.coordinates.T
 
     def refresh(self) -> None:
-        """Take over what was changed in place in the step's tensors: only copies of ours need it."""
+        """Take over what was changed in place in the step's tensors: our copies of them."""
         for own, theirs in (
             (self._positions, self.step.positions),
             (self._pages, self.step.page_table),
@@ -106,7 +111,9 @@ class TritonLayer:
         scale: float,
         floor: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Store the rows; rotated queries, selected blocks and their biases. One launch in decode with trusted summaries."""
+        """Store the rows; rotated queries, selected blocks and their biases. One launch in decode
+        with trusted summaries.
+        """
         if self._rows is not None and self._side is None:
             with on_device(self.step.device):
                 self._rows.store_select(q, k, v, iq, ik, cache, head_cls, scale, floor)
@@ -125,7 +132,7 @@ class TritonLayer:
         cache: Tensor,
         head_cls: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Write the rows' tokens and give the rotated `query [N, Hq, D]` and `index_query [N, D]`."""
+        """Write the rows' tokens; the rotated `query [N, Hq, D]` and `index_query [N, D]`."""
         if self.step.num_rows:
             with on_device(self.step.device):
                 if self._rows is not None:
@@ -149,12 +156,14 @@ class TritonLayer:
         return self.ids, self.bias
 
     def rebuild(self, cache: Tensor, head_cls: Tensor) -> None:
-        """Summaries, page ranges and page starts of whole sequences, into the cache's free place."""
+        """Summaries, page ranges and starts of whole sequences, into the cache's free place."""
         if self.step.num_seqs and self.step.max_blocks:
             with on_device(self.step.device):
                 Side(self.step, write=True).fill(cache, head_cls)
 
-    def launch(self, name: str, kernel: Any, grid: int, consts: tuple[Any, ...], **options: Any) -> Launch:
+    def launch(
+        self, name: str, kernel: Any, grid: int, consts: tuple[Any, ...], **options: Any
+    ) -> Launch:
         """The launch kept under a name; the constants of a name never change within a step."""
         found = self._launches.get(name)
         if found is None:
@@ -192,7 +201,15 @@ class RowSelection:
         self._ticket = torch.zeros((rows, 1 if row.ticket else 2), dtype=torch.int32, device=device)
         self._chunk = min(max(power_of_two(groups), 16), launch.CHUNK)
         self._several = several
-        self._select = (config.local_blocks, config.topk, config.window, row.tile, self._split, self._chunk, row.ticket)
+        self._select = (
+            config.local_blocks,
+            config.topk,
+            config.window,
+            row.tile,
+            self._split,
+            self._chunk,
+            row.ticket,
+        )
         self._inverse_sigma = 1.0 / config.sigma
         self._dummy = layer._turns
 
@@ -215,7 +232,14 @@ class RowSelection:
         return (*cache.stride()[:3], table, paged)
 
     def store(
-        self, q: Tensor, k: Tensor, v: Tensor, iq: Tensor, ik: Tensor, cache: Tensor, head_cls: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        iq: Tensor,
+        ik: Tensor,
+        cache: Tensor,
+        head_cls: Tensor | None,
     ) -> None:
         layer, step = self._layer, self._step
         q, k, v, iq, ik = _rows_contiguous(q, k, v, iq, ik)
@@ -228,9 +252,11 @@ class RowSelection:
             warps=launch.STORE_ROW_WARPS,
         )
         run(
-            q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls if given else layer._turns, layer._turns,
+            q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls if given else
+            layer._turns, layer._turns,
             *self._common(), step.num_rows,
-            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0), *self._strides(cache),
+            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0),
+            *self._strides(cache),
         )  # fmt: skip
 
     def store_select(
@@ -260,10 +286,13 @@ class RowSelection:
             warps=row.warps,
         )  # fmt: skip
         run(
-            q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls, layer._turns, *self._common(),
-            self._score, self._group, self._ticket, layer.ids, layer.bias, step.num_rows, self._scores,
+            q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls, layer._turns,
+            *self._common(),
+            self._score, self._group, self._ticket, layer.ids, layer.bias, step.num_rows,
+            self._scores,
             scale, floor, self._inverse_sigma,
-            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0), *self._strides(cache),
+            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0),
+            *self._strides(cache),
         )  # fmt: skip
         self._merge(floor)
 
@@ -284,14 +313,17 @@ class RowSelection:
             select_decode_kernel,
             self._split * step.num_rows,
             (
-                layer._sizes[0], *layer._sizes[2:], *layer._blocks, layer._given, paged, side is not None,
+                layer._sizes[0], *layer._sizes[2:], *layer._blocks, layer._given, paged, side is not
+                None,
                 *self._select,
             ),
             warps=row.warps,
         )  # fmt: skip
         run(
-            index_query, cache, layer._turns, row_pos, roles, positions, table, pages, summaries, ranges,
-            self._score, self._group, self._ticket, layer.ids, layer.bias, step.num_rows, max_blocks, self._scores,
+            index_query, cache, layer._turns, row_pos, roles, positions, table, pages, summaries,
+            ranges,
+            self._score, self._group, self._ticket, layer.ids, layer.bias, step.num_rows,
+            max_blocks, self._scores,
             scale, floor, self._inverse_sigma, index_query.stride(0), *strides,
         )  # fmt: skip
         self._merge(floor)
@@ -306,16 +338,17 @@ class RowSelection:
             select_merge_kernel,
             step.num_rows,
             (config.block, config.topk, config.window, self._row.tile, self._chunk),
-            warps=self._row.warps,
+            warps=launch.MERGE_WARPS,
         )
         run(
-            step.row_pos, self._score, self._group, self._ticket, layer.ids, layer.bias, self._scores,
+            step.row_pos, self._score, self._group, self._ticket, layer.ids, layer.bias,
+            self._scores,
             floor, self._inverse_sigma,
         )  # fmt: skip
 
 
 class TileRows:
-    """Steps in which a sequence may have several rows: prompts, chunks and decoded rows together."""
+    """Steps in which a sequence may have several rows: prompts, chunks, decoded rows, mixed."""
 
     def __init__(self, layer: TritonLayer) -> None:
         self._layer = layer
@@ -335,7 +368,9 @@ class TileRows:
         self._scratch = {name: ints(*shape) for name, shape in select_shapes(rows, seqs).items()}
         self._located = self._grouped = False
         self.selected = False
-        _TILE_ROWS[id(step)] = self  # it holds the step, so its id is not another's while this lives
+        _TILE_ROWS[id(step)] = (
+            self  # it holds the step, so its id is not another's while this lives
+        )
         self.refresh()
 
     def refresh(self) -> None:
@@ -347,7 +382,14 @@ class TileRows:
         self._located = self._grouped = False
 
     def store(
-        self, q: Tensor, k: Tensor, v: Tensor, iq: Tensor, ik: Tensor, cache: Tensor, head_cls: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        iq: Tensor,
+        ik: Tensor,
+        cache: Tensor,
+        head_cls: Tensor | None,
     ) -> None:
         layer, step = self._layer, self._step
         q, k, v, iq, ik = _rows_contiguous(q, k, v, iq, ik)
@@ -360,17 +402,21 @@ class TileRows:
                 store_coordinates_kernel,
                 step.num_seqs,
                 (
-                    step.kv_heads, step.head_dim, step.block_size, layer._given, layer._pages is not None,
+                    step.kv_heads, step.head_dim, step.block_size, layer._given, layer._pages is not
+                    None,
                     launch.COORDINATES_TILE,
                 ),
                 warps=launch.COORDINATES_WARPS,
             )  # fmt: skip
             run(
-                step.roles, positions, self._order, self._live, step.seq_lens, cache, step.block_table, pages,
-                self.coordinates, self._start, self._end, step.num_rows, *cache.stride()[:3], table_stride,
+                step.roles, positions, self._order, self._live, step.seq_lens, cache,
+                step.block_table, pages,
+                self.coordinates, self._start, self._end, step.num_rows, *cache.stride()[:3],
+                table_stride,
                 0 if layer._pages is None else pages.stride(0),
             )  # fmt: skip
-            # A captured step runs all its launches in every layer: what was captured cannot know which one is first.
+            # A captured step runs all its launches in every layer: what was captured cannot know
+            # which one is first.
             self._located = not step.graph
         given = head_cls is not None
         run = layer.launch(
@@ -381,10 +427,13 @@ class TileRows:
             warps=launch.STORE_WARPS,
         )
         run(
-            q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls if given else layer._turns, layer._turns,
-            step.slots, step.roles, positions, self._order, self._live, step.seq_lens, self._tiles, step.block_table,
+            q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls if given else
+            layer._turns, layer._turns,
+            step.slots, step.roles, positions, self._order, self._live, step.seq_lens, self._tiles,
+            step.block_table,
             self.coordinates, self._start, self._end, step.num_rows,
-            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0), *cache.stride()[:3], table_stride,
+            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0), *cache.stride()[:3],
+            table_stride,
         )  # fmt: skip
 
     def select(
@@ -431,7 +480,8 @@ class TileRows:
 
 
 def _tiles(step: Step) -> Tensor:
-    """Tiles of the store: sequence, and number of the block counted from the sequence's first; int32 [tiles, 2].
+    """Tiles of the store: sequence, and number of the block counted from the sequence's first;
+    int32 [tiles, 2].
 
     A sequence of n rows touches at most (n + block - 2) // block + 1 blocks, wherever it begins.
     """
@@ -465,7 +515,9 @@ class Side:
         if self._given is not None:
             pages = max(self._given.shape[1], 1)
         kept = (0, 0) if write else (self.max_blocks, pages)
-        self.summaries = torch.empty((seqs, kept[0], step.head_dim), dtype=step.dtype, device=device)
+        self.summaries = torch.empty(
+            (seqs, kept[0], step.head_dim), dtype=step.dtype, device=device
+        )
         self.ranges = torch.empty((seqs, kept[0], 2), dtype=torch.int32, device=device)
         self.pages = torch.empty((seqs, kept[1], 2), dtype=torch.int32, device=device)
         self._end = torch.empty(seqs, dtype=torch.int32, device=device)
@@ -482,7 +534,17 @@ class Side:
             self._summarize = Launch(
                 summaries_block_kernel,
                 seqs * self.max_blocks,
-                (heads, width, half, P, block, power_of_two(block), from_keys, not from_keys, write),
+                (
+                    heads,
+                    width,
+                    half,
+                    P,
+                    block,
+                    power_of_two(block),
+                    from_keys,
+                    not from_keys,
+                    write,
+                ),
                 warps=launch.SUMMARY_WARPS,
             )
             self._copy = None
@@ -499,7 +561,11 @@ class Side:
         step = self._step
         strides = (*cache.stride()[:3], step.block_table.stride(0))
         given = step.row_pos if self._given is None else self._given
-        if self._given is not None and step.page_table is not None and self._given is not step.page_table:
+        if (
+            self._given is not None
+            and step.page_table is not None
+            and self._given is not step.page_table
+        ):
             self._given.copy_(step.page_table)
         self._find_pages(
             step.seq_lens, cache, step.block_table, given, self.pages, self._end, *strides,
@@ -507,11 +573,18 @@ class Side:
         )  # fmt: skip
         if self._copy is not None:
             self._copy(
-                step.seq_lens, cache, step.block_table, self.summaries, self.ranges, self.max_blocks, *strides
+                step.seq_lens,
+                cache,
+                step.block_table,
+                self.summaries,
+                self.ranges,
+                self.max_blocks,
+                *strides,
             )
             return
         prefix = step.seq_lens if step.prefix_lens is None else step.prefix_lens
         self._summarize(
-            step.seq_lens, prefix, self._end, cache, step.block_table, head_cls, self.summaries, self.ranges,
+            step.seq_lens, prefix, self._end, cache, step.block_table, head_cls, self.summaries,
+            self.ranges,
             self.max_blocks, *strides,
         )  # fmt: skip

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dash_portable.kernels import launch
-from dash_portable.kernels.attend_prefill import attend_prefill, attend_shapes
 from dash_portable.kernels.attend_decode import attend_decode_kernel, attend_merge_kernel
+from dash_portable.kernels.attend_prefill import attend_prefill, attend_shapes
 from dash_portable.kernels.group_rows import group_rows, group_shapes, tile_bound
 from dash_portable.kernels.launch import Launch, power_of_two
 from dash_portable.kernels.launch_prefill import prefill_row
@@ -43,7 +43,7 @@ class DecodeRunner:
             attend_decode_kernel,
             programs * split,
             (*sizes, *rest, max(power_of_two(step.group), 16), dot, row.ticket, dependent),
-            warps=launch.DOT_WARPS if dot else row.warps,
+            warps=row.dot_warps if dot else row.warps,
             **options,
         )
         self._merge = None
@@ -66,7 +66,9 @@ class DecodeRunner:
 
 
 class PrefillRunner:
-    """Tiles of rows, grouped as selection grouped them; by sequence alone where another layer selected."""
+    """Tiles of rows, grouped as selection grouped them; by sequence alone where another layer
+    selected.
+    """
 
     def __init__(self, step: Step, arch: str) -> None:
         self._step = step
@@ -161,8 +163,10 @@ class Runner:
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         if not self._step.num_rows:
             return
-        dense = out if out.is_contiguous() else torch.empty_like(
-            out, memory_format=torch.contiguous_format
+        dense = (
+            out
+            if out.is_contiguous()
+            else torch.empty_like(out, memory_format=torch.contiguous_format)
         )
         with on_device(self._step.device):
             self._runner.run(query, cache, ids, bias, dense)

@@ -1,7 +1,7 @@
 """Attention of rows over their kept blocks and their local window, in the cache's own place.
 
-A program walks the segments of one split of one row and kv head with all query heads of that kv head. Splits are merged by
-the row's last program (an atomic ticket) or by a second launch.
+A program walks the segments of one split of one row and kv head with all query heads of that kv
+head. Splits are merged by the row's last program (an atomic ticket) or by a second launch.
 """
 
 import triton
@@ -11,26 +11,39 @@ from .primitives import LOG2E, gdc_wait, head_at, token_at
 
 
 @triton.jit
-def _merge_splits(n, head, h_ok, sum_ptr, mass_ptr, out_ptr, HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+def _merge_splits(n, head, h_ok, sum_ptr, mass_ptr, out_ptr, HQ: tl.constexpr, D: tl.constexpr,
+                  DP: tl.constexpr,
                   SPLIT: tl.constexpr):  # fmt: skip
     """Unnormalised sums of SPLIT splits to one output, one query head."""
     j = tl.arange(0, SPLIT)
     d = tl.arange(0, DP)
     place = (n * HQ + head) * SPLIT + j
-    top = tl.load(mass_ptr + place * 2, mask=h_ok & (j < SPLIT), other=float("-inf"), cache_modifier=".cg")
-    mass = tl.load(mass_ptr + place * 2 + 1, mask=h_ok & (j < SPLIT), other=0.0, cache_modifier=".cg")
+    top = tl.load(
+        mass_ptr + place * 2, mask=h_ok & (j < SPLIT), other=float("-inf"), cache_modifier=".cg"
+    )
+    mass = tl.load(
+        mass_ptr + place * 2 + 1, mask=h_ok & (j < SPLIT), other=0.0, cache_modifier=".cg"
+    )
     best = tl.max(top, 0)
     weight = tl.where(mass > 0, tl.exp2(top - tl.where(best == float("-inf"), 0.0, best)), 0.0)
     both = (mass > 0)[:, None] & (d < D)[None, :]
-    part = tl.load(sum_ptr + place[:, None] * D + d[None, :], mask=both, other=0.0, cache_modifier=".cg")
+    part = tl.load(
+        sum_ptr + place[:, None] * D + d[None, :], mask=both, other=0.0, cache_modifier=".cg"
+    )
     whole = tl.sum(mass * weight, 0)
     out = tl.sum(part * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-    tl.store(out_ptr + (n * HQ + head) * D + d, out.to(out_ptr.dtype.element_ty), mask=h_ok & (d < D))
+    tl.store(
+        out_ptr + (n * HQ + head) * D + d, out.to(out_ptr.dtype.element_ty), mask=h_ok & (d < D)
+    )
 
 
 @triton.jit
-def _segment(g, n, p, lo, ids_ptr, bias_ptr, TOPK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr):
-    """Tokens [BT] of segment g, which of them count, and the bias: the kept blocks, then pieces of the local window."""
+def _segment(
+    g, n, p, lo, ids_ptr, bias_ptr, TOPK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr
+):
+    """Tokens [BT] of segment g, which of them count, and the bias: the kept blocks, then pieces of
+    the local window.
+    """
     t = tl.arange(0, BT)
     far = g < TOPK
     blk = tl.load(ids_ptr + n * TOPK + g, mask=far, other=-1)
@@ -43,15 +56,19 @@ def _segment(g, n, p, lo, ids_ptr, bias_ptr, TOPK: tl.constexpr, BS: tl.constexp
 
 @triton.jit
 def attend_decode_kernel(
-    query_ptr, cache_ptr, row_pos_ptr, row_seq_ptr, table_ptr, ids_ptr, bias_ptr, out_ptr, sum_ptr, mass_ptr, ticket_ptr,
-    stride_cb, stride_ch, stride_ct, stride_table, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    P: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, LOCAL: tl.constexpr, TOPK: tl.constexpr, SPLIT: tl.constexpr,
+    query_ptr, cache_ptr, row_pos_ptr, row_seq_ptr, table_ptr, ids_ptr, bias_ptr, out_ptr, sum_ptr,
+    mass_ptr, ticket_ptr,
+    stride_cb, stride_ch, stride_ct, stride_table, H: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr,
+    P: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, LOCAL: tl.constexpr, TOPK: tl.constexpr,
+    SPLIT: tl.constexpr,
     TILE_H: tl.constexpr, DOT: tl.constexpr, TICKET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid SPLIT * H * N.
 
     query  [N, H * G, D] rotated; out the same. Padding rows (row_pos -1) give zeros
-    sum    float32 [N, H * G, SPLIT, D], mass float32 [N, H * G, SPLIT, 2], ticket int32 [N, H], zero between launches
+    sum    float32 [N, H * G, SPLIT, D], mass float32 [N, H * G, SPLIT, 2], ticket int32 [N, H],
+           zero between launches
     DOT    the group's heads, padded to TILE_H, by matrix products; else one after another
     """
     s = tl.program_id(0) % SPLIT
@@ -85,20 +102,29 @@ def attend_decode_kernel(
             both = ok[:, None] & d_ok[None, :]
             key = tl.load(cache_ptr + base[:, None] + d[None, :], mask=both, other=0.0)
             value = tl.load(cache_ptr + D + base[:, None] + d[None, :], mask=both, other=0.0)
-            score = tl.dot(query, tl.trans(key), input_precision="ieee") * (D**-0.5 * LOG2E) + bias * LOG2E
+            score = (
+                tl.dot(query, tl.trans(key), input_precision="ieee") * (D**-0.5 * LOG2E)
+                + bias * LOG2E
+            )
             score = tl.where(ok[None, :], score, float("-inf"))
             new = tl.maximum(top, tl.max(score, 1))
             safe = tl.where(new == float("-inf"), 0.0, new)
             fade, weight = tl.exp2(top - safe), tl.exp2(score - safe[:, None])
             mass = mass * fade + tl.sum(weight, 1)
-            total = total * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+            total = total * fade[:, None] + tl.dot(
+                weight.to(value.dtype), value, input_precision="ieee"
+            )
             top = new
         if SPLIT == 1:
             total = total / tl.where(mass > 0, mass, 1.0)[:, None]
-            tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=r_ok[:, None] & d_ok[None, :])
+            tl.store(
+                out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=r_ok[:, None] & d_ok[None, :]
+            )
         else:
             place = (n * HQ + h * G + r) * SPLIT + s
-            tl.store(sum_ptr + place[:, None] * D + d[None, :], total, mask=r_ok[:, None] & d_ok[None, :])
+            tl.store(
+                sum_ptr + place[:, None] * D + d[None, :], total, mask=r_ok[:, None] & d_ok[None, :]
+            )
             tl.store(mass_ptr + place * 2, top, mask=r_ok)
             tl.store(mass_ptr + place * 2 + 1, mass, mask=r_ok)
     else:
@@ -112,8 +138,12 @@ def attend_decode_kernel(
                 token, ok, bias = _segment(g, n, p, lo, ids_ptr, bias_ptr, TOPK, BS, BT)
                 base = token_at(table_ptr, token, ok, stride_cb, stride_ct, P)
                 both = ok[:, None] & d_ok[None, :]
-                key = tl.load(cache_ptr + base[:, None] + d[None, :], mask=both, other=0.0).to(tl.float32)
-                value = tl.load(cache_ptr + D + base[:, None] + d[None, :], mask=both, other=0.0).to(tl.float32)
+                key = tl.load(cache_ptr + base[:, None] + d[None, :], mask=both, other=0.0).to(
+                    tl.float32
+                )
+                value = tl.load(
+                    cache_ptr + D + base[:, None] + d[None, :], mask=both, other=0.0
+                ).to(tl.float32)
                 score = tl.where(ok, tl.sum(key * query[None, :], 1) + bias * LOG2E, float("-inf"))
                 new = tl.maximum(top, tl.max(score, 0))
                 safe = tl.where(new == float("-inf"), 0.0, new)
@@ -139,7 +169,8 @@ def attend_decode_kernel(
 
 
 @triton.jit
-def attend_merge_kernel(sum_ptr, mass_ptr, out_ptr, HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+def attend_merge_kernel(sum_ptr, mass_ptr, out_ptr, HQ: tl.constexpr, D: tl.constexpr,
+                        DP: tl.constexpr,
                         SPLIT: tl.constexpr):  # fmt: skip
     """Grid N * HQ: the end of attend_decode_kernel where a ticket is not allowed."""
     n = (tl.program_id(0) // HQ).to(tl.int64)

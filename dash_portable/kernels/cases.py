@@ -1,4 +1,6 @@
-"""CASES: every kernel as the package launches it, so that it can be compiled where there is no GPU."""
+"""CASES: every kernel as the package launches it, so that it can be compiled where there is no
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,17 @@ from typing import Any
 from dash_portable.audit.case import EVERYWHERE, Case
 from dash_portable.audit.case import Launch as Row
 
-from . import attend_decode, gather, launch, merge, select_decode, store, summaries
+from . import (
+    attend_decode,
+    cases_prefill,
+    gather,
+    launch,
+    merge,
+    page_table,
+    select_decode,
+    store,
+    summaries,
+)
 
 # The model's shapes: 10 heads of 128, blocks of 32, cache blocks of 64.
 H, D, P, BS, LOCAL, TOPK, WINDOW = 10, 128, 64, 32, 4, 12, 16
@@ -16,18 +28,65 @@ _SIZES = {"H": H, "D": D, "P": P}
 _HALF = {"HP": D // 2}
 _BLOCKS = {"BS": BS, "BT": BS}
 _SELECT_TYPES = {"scale": "fp32", "floor": "fp32", "inv_sigma": "fp32"}
-_INTS = (
-    "row_pos row_seq roles positions table pages ticket ids order live seq_lens coords start end tile prefix given range used"
-)
-_POINTERS = {f"{name}_ptr": "*i32" for name in _INTS.split()} | {
+_INTS = [
+    "row_pos",
+    "row_seq",
+    "roles",
+    "positions",
+    "table",
+    "pages",
+    "ticket",
+    "ids",
+    "order",
+    "live",
+    "seq_lens",
+    "coords",
+    "start",
+    "end",
+    "tile",
+    "prefix",
+    "given",
+    "range",
+    "used",
+    "length",
+]
+_POINTERS = {f"{name}_ptr": "*i32" for name in _INTS} | {
     "slots_ptr": "*i64",
     "turn_ptr": "*i64",
     "group_ptr": "*i64",
     **{f"{name}_ptr": "*fp32" for name in ("bias", "score", "sum", "mass", "lse")},
 }
-_FLOATS = "q k v iq ik query index cache head_cls side key value out merged".split()
-_NUMBERS = {"num_rows": "i32", "max_blocks": "i32:16", "max_scores": "i32:16"}
-_ODD_STRIDES = {"stride_table", "stride_pages", "stride_given", "stride_ls"}  # no multiples of 16 in general
+_FLOATS = [
+    "q",
+    "k",
+    "v",
+    "iq",
+    "ik",
+    "query",
+    "index",
+    "cache",
+    "head_cls",
+    "side",
+    "key",
+    "value",
+    "out",
+    "merged",
+]
+_NUMBERS = {"num_rows": "i32", "max_blocks": "i32:16", "max_scores": "i32:16", "per_block": "i32"}
+_ODD_STRIDES = {
+    "stride_table",
+    "stride_pages",
+    "stride_given",
+    "stride_ls",
+}  # no multiples of 16 in general
+_WIDE_TILES = dict.fromkeys(
+    ("gfx1100", "gfx1151", "gfx1201"),
+    "a key and a value tile in float32 or as operands of 16 x 16 products, 32 threads a warp",
+)
+_FLOAT32 = dict.fromkeys(
+    ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"),
+    "a register or two, of float32 only",
+)
 
 
 def _types(kernel: Any, dtype: str, consts: Mapping[str, Any]) -> dict[str, str]:
@@ -44,7 +103,9 @@ def _types(kernel: Any, dtype: str, consts: Mapping[str, Any]) -> dict[str, str]
     return types
 
 
-def _case(kernel: Any, dtype: str, consts: Mapping[str, Any], rows: Mapping[str, tuple[Row, ...]]) -> Case:
+def _case(
+    kernel: Any, dtype: str, consts: Mapping[str, Any], rows: Mapping[str, tuple[Row, ...]]
+) -> Case:
     named = set(consts).union(*(row.consts for group in rows.values() for row in group))
     return Case(kernel, _types(kernel, dtype, dict.fromkeys(named)), consts, rows)
 
@@ -75,11 +136,17 @@ def _select_rows(*, fused: bool) -> dict[str, tuple[Row, ...]]:
 
 
 def _merge_rows() -> dict[str, tuple[Row, ...]]:
+    """Only where a ticket is not allowed; an arch whose rows all have one launches none."""
     table = {}
     for arch, rows in launch.SELECT.items():
         table[arch] = tuple(
-            Row(warps=row.warps, consts={"TILE": row.tile, "CHUNK": launch.CHUNK}, label=str(i))
+            Row(
+                warps=launch.MERGE_WARPS,
+                consts={"TILE": row.tile, "CHUNK": launch.CHUNK},
+                label=str(i),
+            )
             for i, row in enumerate(rows)
+            if not row.ticket
         )
     return table
 
@@ -90,7 +157,7 @@ def _attend_rows(group: int) -> dict[str, tuple[Row, ...]]:
         dependent = any(row.dependent for row in launch.SELECT.get(arch, ()))
         table[arch] = tuple(
             Row(
-                warps=launch.DOT_WARPS if group > 1 else row.warps,
+                warps=row.dot_warps if group > 1 else row.warps,
                 consts={"SPLIT": row.split, "TICKET": row.ticket, "PDL": dependent},
                 options={"launch_pdl": True} if dependent else {},
                 label=f"{row.programs or 'any'}",
@@ -113,7 +180,10 @@ def _cases() -> dict[str, Case]:
         attend = {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK} | block
         cases |= {
             f"store_row_{dtype}": _case(
-                store.store_row_kernel, dtype, row_sizes | given | {"HEAD_CLS": True}, _warps(launch.STORE_ROW_WARPS)
+                store.store_row_kernel,
+                dtype,
+                row_sizes | given | {"HEAD_CLS": True},
+                _warps(launch.STORE_ROW_WARPS),
             ),
             f"store_tile_{dtype}": _case(
                 store.store_tile_kernel,
@@ -123,9 +193,12 @@ def _cases() -> dict[str, Case]:
             ),
             f"store_select_{dtype}": _case(
                 select_decode.store_select_kernel, dtype, fused, _select_rows(fused=True)
-            ),
+            )._replace(may_spill=_FLOAT32 if dtype == "fp32" else {}),
             f"select_decode_{dtype}": _case(
-                select_decode.select_decode_kernel, dtype, chosen | {"SIDE": False}, _select_rows(fused=False)
+                select_decode.select_decode_kernel,
+                dtype,
+                chosen | {"SIDE": False},
+                _select_rows(fused=False),
             ),
             f"summaries_block_{dtype}": _case(
                 summaries.summaries_block_kernel,
@@ -150,11 +223,15 @@ def _cases() -> dict[str, Case]:
                 dtype,
                 attend | {"G": 8, "TILE_H": 16, "DOT": True},
                 _attend_rows(8),
-            )._replace(matrix=dtype != "fp32"),
+            )._replace(
+                matrix=dtype != "fp32",
+                may_spill=_WIDE_TILES | (_FLOAT32 if dtype == "fp32" else {}),
+            ),
             f"gather_{dtype}": _case(
                 gather.gather_segments_kernel,
                 dtype,
-                {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK, "BIAS": True} | block,
+                {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK, "BIAS": True}
+                | block,
                 _warps(4),
             ),
             f"merge_{dtype}": _case(
@@ -172,11 +249,27 @@ def _cases() -> dict[str, Case]:
         "store_coordinates": _case(
             store.store_coordinates_kernel, "bf16", coordinates, _warps(launch.COORDINATES_WARPS)
         ),
-        "summaries_pages": _case(summaries.summaries_pages_kernel, "bf16", pages, _warps(launch.SUMMARY_WARPS)),
+        "summaries_pages": _case(
+            summaries.summaries_pages_kernel, "bf16", pages, _warps(launch.SUMMARY_WARPS)
+        ),
         "select_merge": _case(select_decode.select_merge_kernel, "bf16", merged, _merge_rows()),
+        "page_table": _case(
+            page_table.page_table_kernel,
+            "bf16",
+            {
+                "P": P,
+                "PAGE": BS,
+                "BS": BS,
+                "WINDOW": LOCAL * BS,
+                "TOPK": TOPK,
+                "S": 16,
+                "C": LOCAL + 1,
+            },
+            _warps(1),
+        ),
         "attend_decode_merge": _case(attend_decode.attend_merge_kernel, "bf16", sum_up, _warps(1)),
     }
     return cases
 
 
-CASES = _cases()
+CASES = _cases() | cases_prefill.PREFILL_CASES

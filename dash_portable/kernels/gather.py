@@ -1,4 +1,6 @@
-"""Gather: keys and values of each row's segments out of the paged cache, for libraries that cannot read it in place."""
+"""Gather: keys and values of each row's segments out of the paged cache, for libraries that cannot
+read it in place.
+"""
 
 import triton
 import triton.language as tl
@@ -9,8 +11,12 @@ MASKED = tl.constexpr(-30000.0)  # finite in float16, and far below any logit
 
 
 @triton.jit
-def _row_tokens(n, p, g, ids_ptr, BS: tl.constexpr, BT: tl.constexpr, LOCAL: tl.constexpr, TOPK: tl.constexpr):
-    """Tokens [BT] of piece g of a row (kept blocks, then the local window in pieces of a block), and which exist."""
+def _row_tokens(
+    n, p, g, ids_ptr, BS: tl.constexpr, BT: tl.constexpr, LOCAL: tl.constexpr, TOPK: tl.constexpr
+):
+    """Tokens [BT] of piece g of a row (kept blocks, then the local window in pieces of a block),
+    and which exist.
+    """
     t = tl.arange(0, BT)
     lo = tl.maximum(p + 1 - LOCAL * BS, 0)
     far = g < TOPK
@@ -25,15 +31,19 @@ def _row_tokens(n, p, g, ids_ptr, BS: tl.constexpr, BT: tl.constexpr, LOCAL: tl.
 def gather_segments_kernel(
     cache_ptr, row_pos_ptr, row_seq_ptr, table_ptr, ids_ptr, bias_ptr, key_ptr, value_ptr, used_ptr,
     stride_cb, stride_ch, stride_ct, stride_table, stride_kt, stride_kh, stride_vt, stride_vh,
-    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr,
+    BT: tl.constexpr,
     LOCAL: tl.constexpr, TOPK: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Grid N * (TOPK + LOCAL): one piece of BS tokens of one row, all heads.
 
-    key     [N * (TOPK + LOCAL) * BS, H, >= D], value the same: kept blocks, then the local window; zeros where no key is
+    key     [N * (TOPK + LOCAL) * BS, H, >= D], value the same: kept blocks, then the local window;
+            zeros where no key is
     used    int32 [N, TOPK + 1]: keys of each segment, which stand first in it
-    BIAS    the keys have two columns more: bias * sqrt(D) as a high and a low part, MASKED where no key is. A query with 1
-            in both columns and the scale 1 / sqrt(D) then sees the bias; one segment a row is enough
+    BIAS    the keys have two columns more: bias * sqrt(D) as a high and a low part, MASKED where
+            no key is. A query with 1
+            in both columns and the scale 1 / sqrt(D) then sees the bias; one segment a row is
+            enough
     """
     ALL: tl.constexpr = TOPK + LOCAL
     g = tl.program_id(0) % ALL
@@ -67,4 +77,6 @@ def gather_segments_kernel(
     if g < TOPK:
         tl.store(used_ptr + n * (TOPK + 1) + g, many)
     if g == TOPK:
-        tl.store(used_ptr + n * (TOPK + 1) + TOPK, tl.where(p >= 0, tl.minimum(p + 1, LOCAL * BS), 0))
+        tl.store(
+            used_ptr + n * (TOPK + 1) + TOPK, tl.where(p >= 0, tl.minimum(p + 1, LOCAL * BS), 0)
+        )

@@ -1,7 +1,8 @@
-"""How each stage is launched, by arch: rows of data, looked up when a step is planned; and the launch itself.
+"""How each stage is launched, by arch: rows of data, looked up when a step is planned; and the
+launch itself.
 
-A row says what was measured or, where nobody has run it, what compiles within every card's limits. `ticket` and `dependent`
-are only true on archs where they were run.
+A row says what was measured or, where nobody has run it, what compiles within every card's limits.
+`ticket` and `dependent` are only true on archs where they were run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ CHUNK = 256  # most groups that are ranked at once
 
 
 class SelectRow(NamedTuple):
-    """Decode selection for up to `rows` rows whose contexts have up to `blocks` blocks; None: any number.
+    """Decode selection for up to `rows` rows whose contexts have up to `blocks` blocks; None: any
+    number.
 
     tile      blocks scored at once: 16 to 256, a power of two
     programs  of one launch at most, spread over the rows: more rows, fewer splits
@@ -43,9 +45,24 @@ class AttendRow(NamedTuple):
     programs: int | None = None
     split: int = 4
     warps: int = 1
+    dot_warps: int = 4  # where the query heads of a kv head go by matrix products
     ticket: bool = False
 
 
+# 256 registers a thread and 32 threads a warp: what fits one warp of 64 threads elsewhere needs
+# two.
+_RDNA = (
+    "gfx1100",
+    "gfx1101",
+    "gfx1102",
+    "gfx1103",
+    "gfx1150",
+    "gfx1151",
+    "gfx1152",
+    "gfx1153",
+    "gfx1200",
+    "gfx1201",
+)
 SELECT: Mapping[str, tuple[SelectRow, ...]] = {
     "sm90": (
         SelectRow(rows=8, blocks=1024, tile=64, ticket=True, dependent=True),
@@ -62,6 +79,14 @@ ATTEND: Mapping[str, tuple[AttendRow, ...]] = {
         AttendRow(programs=1280, split=2, warps=1, ticket=True),
         AttendRow(split=4, warps=1, ticket=True),
     ),
+    **dict.fromkeys(
+        _RDNA,
+        (
+            AttendRow(programs=64, split=8, warps=2, dot_warps=8),
+            AttendRow(programs=1280, split=2, warps=2, dot_warps=8),
+            AttendRow(split=1, warps=2, dot_warps=8),
+        ),
+    ),
     EVERYWHERE: (
         AttendRow(programs=64, split=8),
         AttendRow(programs=1280, split=2),
@@ -69,7 +94,7 @@ ATTEND: Mapping[str, tuple[AttendRow, ...]] = {
     ),
 }
 FIXED_SPLIT = 4  # of the deterministic mode: the same for any batch
-DOT_WARPS = 4  # of decode attention by matrix products
+MERGE_WARPS = 2  # of the second launch of selection
 
 
 def select_row(arch: str, rows: int, blocks: int) -> SelectRow:
@@ -92,14 +117,17 @@ def power_of_two(number: int) -> int:
 
 
 def split_of(row: SelectRow, rows: int, blocks: int) -> int:
-    """Programs of one row: as many as it has tiles, within the launch's budget; a power of two, so that few differ."""
+    """Programs of one row: as many as it has tiles, within the launch's budget; a power of two, so
+    that few differ.
+    """
     tiles = power_of_two(-(-blocks // row.tile))
     budget = max(1, row.programs // max(rows, 1))
     return min(tiles, power_of_two(budget + 1) // 2)
 
 
 def turns(theta: float, head_dim: int) -> list[int]:
-    """Turns a unit of position of each pair, times 2**64, as int64: `cos_sin` multiplies and drops whole turns.
+    """Turns a unit of position of each pair, times 2**64, as int64: `cos_sin` multiplies and drops
+    whole turns.
 
     The last pair turns by one radian a page, as pair 0 does a token.
     """
@@ -116,22 +144,35 @@ def turns(theta: float, head_dim: int) -> list[int]:
 
 
 class Launch:
-    """One kernel with its grid and constants. Called with the run-time arguments in the kernel's order.
+    """One kernel with its grid and constants. Called with the run-time arguments in the kernel's
+    order.
 
-    A launch through Triton's own door binds and classifies every argument again. Here the compiled kernel is kept by what
-    can change between calls: types and alignment of the tensors, and the integers. Triton's interpreter compiles nothing,
-    and so do versions without a compiled kernel to call: they take the usual door each time.
+    A launch through Triton's own door binds and classifies every argument again. Here the compiled
+    kernel is kept by what can change between calls: types and alignment of the tensors, and the
+    integers. Triton's interpreter compiles nothing, and so do versions without a compiled kernel to
+    call: they take the usual door each time.
     """
 
     __slots__ = ("_compiled", "_consts", "_direct", "_grid", "_kernel", "_options")
 
     def __init__(
-        self, kernel: Any, grid: int, consts: tuple[Any, ...], *, warps: int, stages: int = 0, **options: Any
+        self,
+        kernel: Any,
+        grid: int,
+        consts: tuple[Any, ...],
+        *,
+        warps: int,
+        stages: int = 0,
+        **options: Any,
     ) -> None:
         self._kernel = kernel
         self._grid = (grid, 1, 1)
         self._consts = consts
-        self._options = {"num_warps": warps, **({"num_stages": stages} if stages else {}), **options}
+        self._options = {
+            "num_warps": warps,
+            **({"num_stages": stages} if stages else {}),
+            **options,
+        }
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._direct = hasattr(kernel, "device_caches")  # a function of the interpreter has none
 

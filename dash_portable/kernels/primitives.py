@@ -1,4 +1,6 @@
-"""Pieces of kernel that two stages or more use: keys that sort, the rule after the scores, bytes in the cache, angles."""
+"""Pieces of kernel that two stages or more use: keys that sort, the rule after the scores, bytes in
+the cache, angles.
+"""
 
 import triton
 import triton.language as tl
@@ -27,7 +29,6 @@ START = tl.constexpr(22)
 RANGE = tl.constexpr(26)
 
 
-# ------------------------------------------------------------------------------------------------ selection
 @triton.jit
 def final_score(raw, factor, D: tl.constexpr):
     """The rule's score of raw = iq . kbar; factor is scale / sqrt(D), applied after the clamp."""
@@ -38,7 +39,9 @@ def final_score(raw, factor, D: tl.constexpr):
 
 @triton.jit
 def pack_score(score, index):
-    """Finite float32 score and block index >= 0 as one int64: larger is better, ties to the lower index."""
+    """Finite float32 score and block index >= 0 as one int64: larger is better, ties to the lower
+    index.
+    """
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # + 0.0 turns -0 into +0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
@@ -71,10 +74,12 @@ def _best_by_rank(keys, W: tl.constexpr):
 
 @triton.jit
 def best_of(keys, M: tl.constexpr, W: tl.constexpr):
-    """The W best of the keys [M], best first, EMPTY behind the last; real keys differ. M is 16 to 256, W <= M.
+    """The W best of the keys [M], best first, EMPTY behind the last; real keys differ. M is 16 to
+    256, W <= M.
 
-    Counts for every key how many are better: no rounds, no exchange between warps but for two sums. Above 64 keys a
-    tournament goes before it: the W best lie in those W groups of M / 64 neighbours whose best is best.
+    Counts for every key how many are better: no rounds, no exchange between warps but for two sums.
+    Above 64 keys a tournament goes before it: the W best lie in those W groups of M / 64 neighbours
+    whose best is best.
     """
     if M <= 64 or W * 4 > M:
         return _best_by_rank(keys, W)
@@ -91,7 +96,9 @@ def best_of(keys, M: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def best_of_rows(keys, M: tl.constexpr, W: tl.constexpr):
-    """The W best of each row of keys [R, M], best first, EMPTY behind the last, by W maxima: [R, W]."""
+    """The W best of each row of keys [R, M], best first, EMPTY behind the last, by W maxima: [R,
+    W].
+    """
     w = tl.arange(0, W)[None, :]
     best = tl.full((keys.shape[0], W), EMPTY, tl.int64)
     for k in range(W):
@@ -105,9 +112,11 @@ def best_of_rows(keys, M: tl.constexpr, W: tl.constexpr):
 def finish_selection(
     keys, entries, floor, inv_sigma, TOPK: tl.constexpr, WINDOW: tl.constexpr, W: tl.constexpr
 ):
-    """Best keys [R, W] -> block ids int32 [R, W], -1 unused, and biases [R, W], 0 unused; only columns < TOPK are kept.
+    """Best keys [R, W] -> block ids int32 [R, W], -1 unused, and biases [R, W], 0 unused; only
+    columns < TOPK are kept.
 
-    entries [R] is min(WINDOW, p // block + 1): so many values enter entmax, those without a candidate as -1e4.
+    entries [R] is min(WINDOW, p // block + 1): so many values enter entmax, those without a
+    candidate as -1e4.
     """
     w = tl.arange(0, W)[None, :]
     real = (keys > EMPTY) & (w < WINDOW)
@@ -130,10 +139,11 @@ def finish_selection(
     return tl.where(kept, unpack_index(keys), -1), tl.where(kept, bias, 0.0)
 
 
-# ------------------------------------------------------------------------------------------------ the cache
 @triton.jit
 def token_at(table_ptr, token, ok, stride_cb, stride_ct, P: tl.constexpr):
-    """Offset (int64) of tokens of one sequence in the cache, head 0; table_ptr is the sequence's row of the table."""
+    """Offset (int64) of tokens of one sequence in the cache, head 0; table_ptr is the sequence's
+    row of the table.
+    """
     place = tl.load(table_ptr + token // P, mask=ok, other=0).to(tl.int64)
     return place * stride_cb + (token % P).to(tl.int64) * stride_ct
 
@@ -184,13 +194,14 @@ def write_int32s(ptr, value, ok):
     tl.store(ptr[:, None] + byte, part.to(tl.float32).to(ptr.dtype.element_ty), mask=mask)
 
 
-# ------------------------------------------------------------------------------------------------ angles
 @triton.jit
 def cos_sin(position, turn):
-    """cos and sin of position * turn / 2**64 turns, as exact as float32 holds them for any position.
+    """cos and sin of position * turn / 2**64 turns, as exact as float32 holds them for any
+    position.
 
-    position int32 and turn int64 broadcast. The product wraps, which drops whole turns and nothing else; the rest is
-    integer until an angle of at most an eighth of a turn is left for a polynomial.
+    position int32 and turn int64 broadcast. The product wraps, which drops whole turns and nothing
+    else; the rest is integer until an angle of at most an eighth of a turn is left for a
+    polynomial.
     """
     fraction = ((position.to(tl.int64) * turn) >> 32).to(tl.int32)  # a turn is 2**32
     quarter = ((fraction >> 28) + 2) >> 2  # nearest quarter turn, -2 to 2; no overflow on the way
@@ -198,7 +209,11 @@ def cos_sin(position, turn):
     a = rest.to(tl.float32) * 1.4629180792671596e-09  # pi / 2 / 2**30
     z = a * a
     sin = a + a * z * (-1.6666654611e-1 + z * (8.3321608736e-3 - z * 1.9515295891e-4))
-    cos = 1.0 - 0.5 * z + z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
+    cos = (
+        1.0
+        - 0.5 * z
+        + z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
+    )
     odd = (quarter & 1) != 0
     c = tl.where(odd, sin, cos)
     s = tl.where(odd, cos, sin)

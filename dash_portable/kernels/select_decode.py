@@ -1,9 +1,12 @@
-"""Selection for rows that are each alone in their sequence: exact for every input, any context, any page length.
+"""Selection for rows that are each alone in their sequence: exact for every input, any context, any
+page length.
 
-A program scores tiles of blocks. Where a row has one tile (a short context, or a page of its own up to TILE blocks, found
-through the stored start of the page) that program ends the row. Else scores and the best key of every GROUP of 16 blocks go
-to memory and the row's last program (an atomic ticket, or a second launch) finds the 16 best groups and in them the 16 best
-blocks. The 16 best blocks always lie in the 16 groups whose best is best, so nothing can overflow and ties need no care.
+A program scores tiles of blocks. Where a row has one tile (a short context, or a page of its own up
+to TILE blocks, found through the stored start of the page) that program ends the row. Else scores
+and the best key of every GROUP of 16 blocks go to memory and the row's last program (an atomic
+ticket, or a second launch) finds the 16 best groups and in them the 16 best blocks. The 16 best
+blocks always lie in the 16 groups whose best is best, so nothing can overflow and ties need no
+care.
 """
 
 import triton
@@ -32,22 +35,27 @@ GROUP = tl.constexpr(16)
 
 
 @triton.jit
-def _holds(blk, ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks, stride_cb, stride_ct,
+def _holds(blk, ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks, stride_cb,
+           stride_ct,
            D: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, SIDE: tl.constexpr):  # fmt: skip
-    """Do blocks of page `wanted`'s run hold an image of it? Strictly between a block's smallest and largest page there is
-    only a page that lies wholly in that block; then role_hit says."""
+    """Do blocks of page `wanted`'s run hold an image of it? Strictly between a block's smallest and
+    largest page there is only a page that lies wholly in that block; then role_hit says."""
     if SIDE:
         low = tl.load(range_ptr + (n * max_blocks + blk) * 2, mask=ok, other=0)
         high = tl.load(range_ptr + (n * max_blocks + blk) * 2 + 1, mask=ok, other=0)
     else:
-        pages = read_int32s(aux_ptr + token_at(table_ptr, blk * BS, ok, stride_cb, stride_ct, P) + D + RANGE, ok)
+        pages = read_int32s(
+            aux_ptr + token_at(table_ptr, blk * BS, ok, stride_cb, stride_ct, P) + D + RANGE, ok
+        )
         low, high = pages & 0xFFFF, (pages >> 16) & 0xFFFF
     return ok & (low <= wanted) & (wanted <= high) & ((low == wanted) | (high == wanted) | role_hit)
 
 
 @triton.jit
-def _keys(blk, ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb, stride_ct,
-          D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, SIDE: tl.constexpr):  # fmt: skip
+def _keys(blk, ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb,
+          stride_ct,
+          D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr,
+          SIDE: tl.constexpr):  # fmt: skip
     """Keys int64 [TILE] of blocks; EMPTY where not ok."""
     half = tl.arange(0, HP)
     both = ok[:, None] & (half < D // 2)[None, :]
@@ -71,7 +79,18 @@ def _keys(blk, ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks, 
 
 
 @triton.jit
-def _finish(best, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK: tl.constexpr, WINDOW: tl.constexpr, BS: tl.constexpr):
+def _finish(
+    best,
+    p,
+    n,
+    ids_ptr,
+    bias_ptr,
+    floor,
+    inv_sigma,
+    TOPK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BS: tl.constexpr,
+):
     w = tl.arange(0, 16)[None, :]
     entries = tl.full((1,), 0, tl.int32) + tl.minimum(p // BS + 1, WINDOW)
     ids, bias = finish_selection(best[None, :], entries, floor, inv_sigma, TOPK, WINDOW, 16)
@@ -80,16 +99,24 @@ def _finish(best, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK: tl.constexpr,
 
 
 @triton.jit
-def _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor, inv_sigma, max_scores,
-           TILE: tl.constexpr, CHUNK: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+def _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor, inv_sigma,
+max_scores,
+           TILE: tl.constexpr, CHUNK: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr,
+           BS: tl.constexpr):  # fmt: skip
     """The 16 best groups, then the 16 best blocks in them."""
     groups = tiles * (TILE // GROUP)
     score_ptr += n * max_scores
     group_ptr += n * (max_scores // GROUP)
     i = tl.arange(0, CHUNK)
-    best = best_of(tl.load(group_ptr + i, mask=i < groups, other=EMPTY, cache_modifier=".cg"), CHUNK, 16)
+    best = best_of(
+        tl.load(group_ptr + i, mask=i < groups, other=EMPTY, cache_modifier=".cg"), CHUNK, 16
+    )
     for o in range(CHUNK, groups, CHUNK):
-        more = best_of(tl.load(group_ptr + o + i, mask=o + i < groups, other=EMPTY, cache_modifier=".cg"), CHUNK, 16)
+        more = best_of(
+            tl.load(group_ptr + o + i, mask=o + i < groups, other=EMPTY, cache_modifier=".cg"),
+            CHUNK,
+            16,
+        )
         best = best_of(tl.reshape(tl.join(best, more), (32,)), 32, 16)
     at = (unpack_index(best) - first) // GROUP * GROUP
     at = at[:, None] + tl.arange(0, GROUP)[None, :]  # [16, GROUP]
@@ -102,15 +129,22 @@ def _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor, i
 
 @triton.jit
 def select_row(
-    n, s, iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, side_ptr, range_ptr,
+    n, s, iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr,
+    side_ptr, range_ptr,
     score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, max_blocks, max_scores,
-    scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch, stride_ct, stride_table, stride_pages,
-    H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
-    PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr, ROTATE: tl.constexpr, SIDE: tl.constexpr,
-    LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch, stride_ct, stride_table,
+    stride_pages,
+    H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr,
+    BT: tl.constexpr,
+    PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr, ROTATE: tl.constexpr,
+    SIDE: tl.constexpr,
+    LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, TICKET: tl.constexpr,
 ):  # fmt: skip
-    """Split s of row n. ROTATE: iq is not rotated yet and the row may not be stored yet: its coordinates come from before."""
+    """Split s of row n. ROTATE: iq is not rotated yet and the row may not be stored yet: its
+    coordinates come from before.
+    """
     n = n.to(tl.int64)
     p = tl.load(row_pos_ptr + n)
     ok = p >= 0
@@ -119,8 +153,9 @@ def select_row(
     pages_ptr += n * stride_pages
     remote = tl.maximum(p // BS - LOCAL + 1, 0)  # p = -1: none
     if ROTATE:
-        tok, page, num_pages, query_page, extra = row_coordinates(
-            n, p, ok, aux_ptr, table_ptr, positions_ptr, pages_ptr, roles_ptr, num_rows, stride_cb, stride_ct,
+        tok, page, num_pages, query_page, _extra = row_coordinates(
+            n, p, ok, aux_ptr, table_ptr, positions_ptr, pages_ptr, roles_ptr, num_rows, stride_cb,
+            stride_ct,
             D, P, POSITIONS, PAGE_TABLE)  # fmt: skip
     else:
         state_ptr = aux_ptr + token_at(table_ptr, p, ok, stride_cb, stride_ct, P) + D + 2
@@ -157,7 +192,8 @@ def select_row(
             found = low * 0
             while (o <= high) & (found == 0):
                 blk = o + i
-                held = _holds(blk, blk <= high, g, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
+                held = _holds(blk, blk <= high, g, role_hit, n, aux_ptr, table_ptr, range_ptr,
+                max_blocks,
                               stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
                 found = tl.max(held.to(tl.int32), 0)
                 o += TILE
@@ -183,9 +219,12 @@ def select_row(
         if tiles <= 1:
             blk = first + i
             b_ok = (i < count) & (held | (wanted == 0))
-            keys = _keys(blk, b_ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb, stride_ct,
+            keys = _keys(blk, b_ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks,
+                         stride_cb, stride_ct,
                          D, HP, P, BS, SIDE)  # fmt: skip
-            _finish(best_of(keys, TILE, 16), p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)
+            _finish(
+                best_of(keys, TILE, 16), p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS
+            )
             if TICKET == 0:
                 tl.store(ticket_ptr + n * 2, 0)
         else:
@@ -193,9 +232,11 @@ def select_row(
                 blk = first + t * TILE + i
                 b_ok = blk < first + count
                 if wanted > 0:
-                    b_ok = _holds(blk, b_ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
+                    b_ok = _holds(blk, b_ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr,
+                    max_blocks,
                                   stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
-                keys = _keys(blk, b_ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb, stride_ct,
+                keys = _keys(blk, b_ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr,
+                             max_blocks, stride_cb, stride_ct,
                              D, HP, P, BS, SIDE)  # fmt: skip
                 score = tl.where(b_ok, unpack_score(keys), float("-inf"))
                 tl.store(score_ptr + n * max_scores + t * TILE + i, score)
@@ -206,7 +247,8 @@ def select_row(
                 tl.debug_barrier()  # every thread's stores before the one thread's atomic
                 if tl.atomic_add(ticket_ptr + n, 1, sem="acq_rel", scope="gpu") == active - 1:
                     tl.store(ticket_ptr + n, 0)
-                    _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor, inv_sigma, max_scores,
+                    _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor,
+                    inv_sigma, max_scores,
                            TILE, CHUNK, TOPK, WINDOW, BS)  # fmt: skip
             else:
                 if s == 0:
@@ -216,38 +258,52 @@ def select_row(
 
 @triton.jit
 def select_decode_kernel(
-    iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, side_ptr, range_ptr,
+    iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr,
+    side_ptr, range_ptr,
     score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, max_blocks, max_scores,
-    scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch, stride_ct, stride_table, stride_pages,
-    H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+    scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch, stride_ct, stride_table,
+    stride_pages,
+    H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr,
+    BT: tl.constexpr,
     PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr, SIDE: tl.constexpr,
-    LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, TICKET: tl.constexpr,
 ):  # fmt: skip
     """Grid SPLIT * N. Rows are stored and iq is rotated.
 
-    score   float32 [N, max_scores], group int64 [N, max_scores / GROUP]: scratch, max_scores a multiple of TILE
-    ticket  int32 [N], zero between launches; without TICKET int32 [N, 2] for select_merge_kernel: tiles (0: done), first
+    score   float32 [N, max_scores], group int64 [N, max_scores / GROUP]: scratch, max_scores a
+            multiple of TILE
+    ticket  int32 [N], zero between launches; without TICKET int32 [N, 2] for select_merge_kernel:
+            tiles (0: done), first
     ids     int32 [N, TOPK], bias float32 [N, TOPK]
     """
     select_row(
-        tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT, iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr,
-        positions_ptr, table_ptr, pages_ptr, side_ptr, range_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr,
-        num_rows, max_blocks, max_scores, scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch, stride_ct,
-        stride_table, stride_pages, H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, False, SIDE, LOCAL, TOPK,
+        tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT, iq_ptr, cache_ptr, turn_ptr,
+        row_pos_ptr, roles_ptr,
+        positions_ptr, table_ptr, pages_ptr, side_ptr, range_ptr, score_ptr, group_ptr, ticket_ptr,
+        ids_ptr, bias_ptr,
+        num_rows, max_blocks, max_scores, scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch,
+        stride_ct,
+        stride_table, stride_pages, H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, False,
+        SIDE, LOCAL, TOPK,
         WINDOW, TILE, SPLIT, CHUNK, TICKET)  # fmt: skip
 
 
 @triton.jit
 def select_merge_kernel(
     row_pos_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, max_scores, floor, inv_sigma,
-    BS: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    BS: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid N: the end of select_decode_kernel for rows of several tiles, where a ticket is not allowed."""
+    """Grid N: the end of select_decode_kernel for rows of several tiles, where a ticket is not
+    allowed.
+    """
     n = tl.program_id(0).to(tl.int64)
     tiles = tl.load(ticket_ptr + n * 2)
     if tiles > 0:
-        _merge(tl.load(row_pos_ptr + n), n, tl.load(ticket_ptr + n * 2 + 1), tiles, score_ptr, group_ptr, ids_ptr,
+        _merge(tl.load(row_pos_ptr + n), n, tl.load(ticket_ptr + n * 2 + 1), tiles, score_ptr,
+               group_ptr, ids_ptr,
                bias_ptr, floor, inv_sigma, max_scores, TILE, CHUNK, TOPK, WINDOW, BS)  # fmt: skip
 
 
@@ -255,17 +311,22 @@ def select_merge_kernel(
 def store_select_kernel(
     q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr, index_ptr, cache_ptr, head_cls_ptr, turn_ptr,
     row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr,
-    score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, max_scores, scale, floor, inv_sigma,
-    stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch, stride_ct, stride_table, stride_pages,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr,
-    BT: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr, HEAD_CLS: tl.constexpr,
-    LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, max_scores, scale, floor,
+    inv_sigma,
+    stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch, stride_ct,
+    stride_table, stride_pages,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
+    BS: tl.constexpr,
+    BT: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr,
+    HEAD_CLS: tl.constexpr,
+    LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, TICKET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLIT + H + 1) * N: both stages at once, from trusted summaries.
 
-    Selection rotates its own query and reads nothing that this launch writes: a block completed now is not remote yet, and
-    coordinates and page starts come from earlier rows.
+    Selection rotates its own query and reads nothing that this launch writes: a block completed now
+    is not remote yet, and coordinates and page starts come from earlier rows.
     """
     if PDL:
         gdc_launch_dependents()
@@ -273,14 +334,21 @@ def store_select_kernel(
     n = tl.program_id(0) // (SPLIT + H + 1)
     if x < SPLIT:
         select_row(
-            n, x, iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, cache_ptr,
-            row_pos_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, 0, max_scores,
-            scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch, stride_ct, stride_table, stride_pages,
-            H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, True, False, LOCAL, TOPK, WINDOW, TILE, SPLIT, CHUNK,
+            n, x, iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr, positions_ptr, table_ptr,
+            pages_ptr, cache_ptr,
+            row_pos_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, 0,
+            max_scores,
+            scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch, stride_ct, stride_table,
+            stride_pages,
+            H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, True, False, LOCAL, TOPK, WINDOW,
+            TILE, SPLIT, CHUNK,
             TICKET)  # fmt: skip
     else:
         store_row(
-            n, x - SPLIT, q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr, index_ptr, cache_ptr, head_cls_ptr, turn_ptr,
+            n, x - SPLIT, q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr, index_ptr, cache_ptr,
+            head_cls_ptr, turn_ptr,
             row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, num_rows,
-            stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch, stride_ct, stride_table,
-            stride_pages, H, G, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, HEAD_CLS)  # fmt: skip
+            stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch,
+            stride_ct, stride_table,
+            stride_pages, H, G, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE,
+            HEAD_CLS)  # fmt: skip

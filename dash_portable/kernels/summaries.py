@@ -1,4 +1,6 @@
-"""Block summaries, page ranges and page starts: the arithmetic, and the kernels that make them from a filled cache."""
+"""Block summaries, page ranges and page starts: the arithmetic, and the kernels that make them from
+a filled cache.
+"""
 
 import triton
 import triton.language as tl
@@ -20,7 +22,9 @@ from .primitives import (
 
 @triton.jit
 def summarize(k0, k1, i_ok, head_cls_ptr, half, h_ok, D: tl.constexpr):
-    """Both halves [D / 2] of the summary of one block of stored keys, float32 halves [BT, D / 2]; i_ok [BT]."""
+    """Both halves [D / 2] of the summary of one block of stored keys, float32 halves [BT, D / 2];
+    i_ok [BT].
+    """
     root: tl.constexpr = D**-0.5
     c0 = tl.load(head_cls_ptr + half, mask=h_ok, other=0.0).to(tl.float32)
     c1 = tl.load(head_cls_ptr + D // 2 + half, mask=h_ok, other=0.0).to(tl.float32)
@@ -35,7 +39,9 @@ def summarize(k0, k1, i_ok, head_cls_ptr, half, h_ok, D: tl.constexpr):
 
 @triton.jit
 def page_range(role, page, ok):
-    """Smallest page of the block's image tokens, and largest << 16, as one int32; 0 for none. Page 0 is no page."""
+    """Smallest page of the block's image tokens, and largest << 16, as one int32; 0 for none. Page
+    0 is no page.
+    """
     image = ok & (role == 1) & (page > 0)
     low = tl.min(tl.where(image, page, 65536), 0)
     high = tl.max(tl.where(image, page, 0), 0)
@@ -44,13 +50,17 @@ def page_range(role, page, ok):
 
 @triton.jit
 def summaries_pages_kernel(
-    seq_lens_ptr, cache_ptr, table_ptr, given_ptr, pages_ptr, end_ptr, stride_cb, stride_ch, stride_ct, stride_table,
-    stride_given, stride_pages, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, GIVEN: tl.constexpr,
+    seq_lens_ptr, cache_ptr, table_ptr, given_ptr, pages_ptr, end_ptr, stride_cb, stride_ch,
+    stride_ct, stride_table,
+    stride_given, stride_pages, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    GIVEN: tl.constexpr,
     WRITE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid R. Start and count of each page from the counts of rows 0..num_pages (GIVEN: from a table), and the last image's end.
+    """Grid R. Start and count of each page from the counts of rows 0..num_pages (GIVEN: from a
+    table), and the last image's end.
 
-    pages   int32 [R, pages, 2]  of pages 0..num_pages as far as they fit; those whose row is not stored yet are empty
+    pages   int32 [R, pages, 2]  of pages 0..num_pages as far as they fit; those whose row is not
+            stored yet are empty
     end     int32 [R]            one past the last image
     WRITE   starts go to the cache instead of `pages`
     """
@@ -72,7 +82,9 @@ def summaries_pages_kernel(
             ok = (page < fit) & (page < length)
             at = token_at(table_ptr, page, ok, stride_cb, stride_ct, P)
             if GIVEN:
-                count = tl.load(given_ptr + r * stride_given + page * 2 + 1, mask=page < fit, other=0)
+                count = tl.load(
+                    given_ptr + r * stride_given + page * 2 + 1, mask=page < fit, other=0
+                )
                 start = tl.load(given_ptr + r * stride_given + page * 2, mask=page < fit, other=0)
             else:
                 count = read_int32s(aux_ptr + at + D + COUNT, ok)
@@ -88,13 +100,18 @@ def summaries_pages_kernel(
 
 @triton.jit
 def summaries_block_kernel(
-    seq_lens_ptr, prefix_ptr, end_ptr, cache_ptr, table_ptr, head_cls_ptr, side_ptr, range_ptr, max_blocks,
-    stride_cb, stride_ch, stride_ct, stride_table, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
-    BS: tl.constexpr, BT: tl.constexpr, RANGES: tl.constexpr, PREFIX: tl.constexpr, WRITE: tl.constexpr,
+    seq_lens_ptr, prefix_ptr, end_ptr, cache_ptr, table_ptr, head_cls_ptr, side_ptr, range_ptr,
+    max_blocks,
+    stride_cb, stride_ch, stride_ct, stride_table, H: tl.constexpr, D: tl.constexpr,
+    HP: tl.constexpr, P: tl.constexpr,
+    BS: tl.constexpr, BT: tl.constexpr, RANGES: tl.constexpr, PREFIX: tl.constexpr,
+    WRITE: tl.constexpr,
 ):  # fmt: skip
-    """Grid R * max_blocks: the summary of one complete block from its stored keys, rounded to the cache's type.
+    """Grid R * max_blocks: the summary of one complete block from its stored keys, rounded to the
+    cache's type.
 
-    side    [R, max_blocks, D]  summaries; range int32 [R, max_blocks, 2]: smallest and largest page of its images, 0 none
+    side    [R, max_blocks, D]  summaries; range int32 [R, max_blocks, 2]: smallest and largest
+            page of its images, 0 none
     RANGES  the range is made from roles and pages too, else copied
     PREFIX  blocks that end at or before prefix[r] are copied
     WRITE   both go to the free place of the cache instead
@@ -145,8 +162,10 @@ def summaries_block_kernel(
 
 @triton.jit
 def summaries_copy_kernel(
-    seq_lens_ptr, cache_ptr, table_ptr, side_ptr, range_ptr, max_blocks, stride_cb, stride_ch, stride_ct, stride_table,
-    H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, TILE: tl.constexpr,
+    seq_lens_ptr, cache_ptr, table_ptr, side_ptr, range_ptr, max_blocks, stride_cb, stride_ch,
+    stride_ct, stride_table,
+    H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid R * cdiv(max_blocks, TILE): trusted summaries and ranges, made compact."""
     tiles = (max_blocks + TILE - 1) // TILE
@@ -165,4 +184,8 @@ def summaries_copy_kernel(
     tl.store(range_ptr + place * 2 + 1, (pages >> 16) & 0xFFFF, mask=ok)
     to = side_ptr + (place * D)[:, None] + half[None, :]
     tl.store(to, tl.load(first[:, None] + D // 2 + half[None, :], mask=both, other=0.0), mask=both)
-    tl.store(to + D // 2, tl.load(second[:, None] + D // 2 + half[None, :], mask=both, other=0.0), mask=both)
+    tl.store(
+        to + D // 2,
+        tl.load(second[:, None] + D // 2 + half[None, :], mask=both, other=0.0),
+        mask=both,
+    )

@@ -1,4 +1,6 @@
-"""Kernels on the CPU: Triton's interpreter, repaired, in a process of its own; NaN in every blank."""
+"""Kernels on the CPU: Triton's interpreter, repaired, in a process of its own; NaN in every
+blank.
+"""
 
 import os
 

@@ -12,7 +12,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [700, 33, 160, 1, 401]
 
 
-@pytest.fixture(params=[(1, False), (2, True), (4, False), (16, True)], ids=lambda p: f"split-{p[0]}")
+@pytest.fixture(
+    params=[(1, False), (2, True), (4, False), (16, True)], ids=lambda p: f"split-{p[0]}"
+)
 def row(request, monkeypatch):
     split, ticket = request.param
     monkeypatch.setattr(launch, "ATTEND", {"*": (launch.AttendRow(split=split, ticket=ticket),)})

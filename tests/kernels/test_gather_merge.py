@@ -30,7 +30,8 @@ def test_gather(dtype, biased, block_size, width):
     padded = 1 << (width - 1).bit_length()
     gather.gather_segments_kernel[(5 * (topk + local),)](
         world.cache, step.row_pos, step.row_seq, step.block_table, ids, bias, key, value, used,
-        *world.cache.stride()[:3], step.block_table.stride(0), *key.stride()[:2], *value.stride()[:2],
+        *world.cache.stride()[:3], step.block_table.stride(0), *key.stride()[:2],
+        *value.stride()[:2],
         2, width, padded, block_size, bs, bs, local, topk, biased,
     )  # fmt: skip
     keys, values, live = gather_rows(step, world.cache, ids, torch.arange(5))
@@ -62,7 +63,18 @@ def test_merge(dtype, biased):
     bias = torch.randn(rows, segments - 1) * 3
     merged = torch.empty(rows, heads, width, dtype=dtype)
     merge.merge_segments_kernel[(rows * heads,)](
-        out, lse, bias, merged, *out.stride()[:3], *lse.stride(), heads, width, 128, segments, 16, biased
+        out,
+        lse,
+        bias,
+        merged,
+        *out.stride()[:3],
+        *lse.stride(),
+        heads,
+        width,
+        128,
+        segments,
+        16,
+        biased,
     )
     exact = merge_segments(out.double(), lse.double(), bias.double() if biased else None)
     eps = torch.finfo(dtype).eps

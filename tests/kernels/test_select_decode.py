@@ -9,11 +9,16 @@ from dash_portable.triton_layer import TritonLayer
 from tests.kernels.world import Text, World, assert_same_cache, assert_same_selection, both, feed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-LONG = Text(prompt=[0] * 5 + ([2] + [1] * 273) * 4 + [2, 0, 0] + [2] + [1] * 3 + [0] * 60, answer=[0] + [2, 0] * 5)
+LONG = Text(
+    prompt=[0] * 5 + ([2] + [1] * 273) * 4 + [2, 0, 0] + [2] + [1] * 3 + [0] * 60,
+    answer=[0] + [2, 0] * 5,
+)
 DENSE = Text(prompt=([2] + [1] * 5) * 80 + [0] * 200, answer=[2, 0] * 8)
 PLAIN = Text(prompt=[0] * 1500, answer=[2] + [0] * 9)
 ONE_PAGE = Text(prompt=[2] + [1] * 1500 + [0] * 30, answer=[0, 2, 0, 0])
-TEXT_PAGE = Text(prompt=[2] + [1] * 40 + [2] + [0] * 700 + [2] + [1] * 300 + [0] * 20, answer=[2, 0, 2, 0, 2, 0])
+TEXT_PAGE = Text(
+    prompt=[2] + [1] * 40 + [2] + [0] * 700 + [2] + [1] * 300 + [0] * 20, answer=[2, 0, 2, 0, 2, 0]
+)
 
 
 @pytest.fixture(params=[(16, False), (16, True), (64, True)], ids=["launches", "ticket", "tile-64"])
@@ -48,7 +53,11 @@ def check(world, step, tolerance=2e-3):
     return ids
 
 
-@pytest.mark.parametrize("text", [LONG, DENSE, PLAIN, ONE_PAGE, TEXT_PAGE], ids=["long", "dense", "plain", "one-page", "text-page"])
+@pytest.mark.parametrize(
+    "text",
+    [LONG, DENSE, PLAIN, ONE_PAGE, TEXT_PAGE],
+    ids=["long", "dense", "plain", "one-page", "text-page"],
+)
 def test_answers(text, row):
     world = filled(text)
     first = len(text.prompt)
@@ -66,14 +75,18 @@ def test_batch_with_padding_and_tables(row):
     assert (ids[0] == -1).all()
     assert (ids[-1] == -1).all()
     ends = [end + 1 for end in ends]
-    check(world, world.step([*[(i, end, end + 1) for i, end in enumerate(ends)], None], tables=True))
+    check(
+        world, world.step([*[(i, end, end + 1) for i, end in enumerate(ends)], None], tables=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [8, 16, 128])
 def test_types_and_block_sizes(dtype, block_size):
     text = Text(prompt=([2] + [1] * 100) * 3 + [0] * 220, answer=[0, 2, 0, 2, 0])
-    world = World([text], dtype=dtype, block_size=block_size, kv_heads=2, group=2, width=80, strided=True)
+    world = World(
+        [text], dtype=dtype, block_size=block_size, kv_heads=2, group=2, width=80, strided=True
+    )
     feed(world, (0, 0, len(text.prompt)))
     for at in range(len(text.prompt), len(text.roles)):
         check(world, world.step([(0, at, at + 1)], given=False))
@@ -115,7 +128,9 @@ def summary(world, b):
     return [(slot // world.block_size, -1, slot % world.block_size) for slot in slots.tolist()]
 
 
-@pytest.mark.parametrize("value", [0.0, float("nan"), 1e30, -1e30], ids=["zero", "nan", "huge", "negative"])
+@pytest.mark.parametrize(
+    "value", [0.0, float("nan"), 1e30, -1e30], ids=["zero", "nan", "huge", "negative"]
+)
 def test_equal_scores_give_the_lowest_blocks(value, row):
     world = filled(PLAIN)
 
@@ -212,6 +227,8 @@ def test_tickets_are_clean_after_a_run(row):
     world = filled(PLAIN)
     step = world.step([(0, 1500, 1501)], given=False)
     layer = TritonLayer(step)
-    first = [x.clone() for x in layer.prepare(*world.rows(step), world.cache, world.head_cls, 60.0, 1e-4)]
+    first = [
+        x.clone() for x in layer.prepare(*world.rows(step), world.cache, world.head_cls, 60.0, 1e-4)
+    ]
     again = layer.prepare(*world.rows(step), world.cache, world.head_cls, 60.0, 1e-4)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

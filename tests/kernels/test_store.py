@@ -34,7 +34,9 @@ def check(world, step, **options):
     return ours
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=["pages", "markers", "plain", "no-marker", "image-end", "one"])
+@pytest.mark.parametrize(
+    "text", TEXTS, ids=["pages", "markers", "plain", "no-marker", "image-end", "one"]
+)
 @pytest.mark.parametrize("tables", [False, True], ids=["rows", "table"])
 def test_prompt_in_chunks_then_rows(text, tables):
     world = World([text])
@@ -49,7 +51,9 @@ def test_prompt_in_chunks_then_rows(text, tables):
 @pytest.mark.parametrize("block_size", [8, 16, 64, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_block_sizes_and_types(dtype, block_size):
-    world = World([PAGES], dtype=dtype, block_size=block_size, kv_heads=2, group=2, strided=True, width=80)
+    world = World(
+        [PAGES], dtype=dtype, block_size=block_size, kv_heads=2, group=2, strided=True, width=80
+    )
     check(world, world.step([(0, 0, 61)]))
     check(world, world.step([(0, 61, len(PAGES.prompt) + 3)], padding=2))
 
@@ -57,7 +61,9 @@ def test_block_sizes_and_types(dtype, block_size):
 @pytest.mark.parametrize("block_size", [1, 16, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_close_their_block(dtype, block_size):
-    world = World([PAGES, ENDS_IN_IMAGE], dtype=dtype, block_size=block_size, kv_heads=2, group=4, width=96)
+    world = World(
+        [PAGES, ENDS_IN_IMAGE], dtype=dtype, block_size=block_size, kv_heads=2, group=4, width=96
+    )
     feed(world, (0, 0, 159), (1, 0, 63))
     check(world, world.step([None, (0, 159, 160), (1, 63, 64), None]))
     check(world, world.step([(1, 64, 65), None, (0, 160, 161)]))

@@ -1,4 +1,6 @@
-"""Whole steps by the Triton layer and runner: store, select, attend, beside the eager layer and oracle."""
+"""Whole steps by the Triton layer and runner: store, select, attend, beside the eager layer and
+oracle.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ PLAIN = Text(prompt=[0] * 420, answer=[0] * 20)
 
 
 def check(world, step):
-    """One layer of a step; the eager layer selects from the same cache, the oracle attends on our selection."""
+    """One layer of a step; the eager layer selects from the same cache, the oracle attends on our
+    selection.
+    """
     ours, theirs, rows, twin = both(world, step)
     runner = Runner(step)
     query, ids, bias = ours.prepare(*rows, world.cache, world.head_cls, 60.0, 1e-4)

@@ -105,9 +105,7 @@ class World:
 
     def page_table(self) -> Tensor:
         prompts = [prompt_coordinates(torch.tensor(text.prompt)) for text in self.texts]
-        table = torch.zeros(
-            len(prompts), max(len(p.counts) for p in prompts), 2, dtype=torch.int32
-        )
+        table = torch.zeros(len(prompts), max(len(p.counts) for p in prompts), 2, dtype=torch.int32)
         for row, prompt in zip(table, prompts, strict=True):
             row[: len(prompt.counts), 0] = prompt.starts
             row[: len(prompt.counts), 1] = prompt.counts
@@ -161,9 +159,7 @@ class World:
             seqs.append(seq)
         row_seq, query_start = rows_of(query_lens, torch.device("cpu"))
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        table = torch.full(
-            (len(parts), max(map(len, self.blocks)) + 1), OUTSIDE, dtype=torch.int32
-        )
+        table = torch.full((len(parts), max(map(len, self.blocks)) + 1), OUTSIDE, dtype=torch.int32)
         pages = torch.zeros(0)
         if tables:
             every = self.page_table()
@@ -207,7 +203,9 @@ class World:
             for row in (step.row_pos >= 0).nonzero().flatten().tolist():
                 slot = int(step.slots[row])
                 seq = next(
-                    s for s, own in enumerate(self.blocks) if slot // self.block_size in own.tolist()
+                    s
+                    for s, own in enumerate(self.blocks)
+                    if slot // self.block_size in own.tolist()
                 )
                 whole[row] = self.inputs[seq][i][int(step.row_pos[row])]
             made.append(whole)
@@ -227,9 +225,14 @@ def both(world: World, step: Step) -> tuple[TritonLayer, EagerLayer, list[Tensor
 
 
 def assert_same_cache(world: World, ours: Tensor, theirs: Tensor) -> None:
-    """Bytes are equal; numbers as far as float32 angles and sums go, rounded once; blanks stay blank."""
+    """Bytes are equal; numbers as far as float32 angles and sums go, rounded once; blanks stay
+    blank.
+    """
     width = world.width
-    aux, twin = ours[:, -1, :, width : width + 30].float(), theirs[:, -1, :, width : width + 30].float()
+    aux, twin = (
+        ours[:, -1, :, width : width + 30].float(),
+        theirs[:, -1, :, width : width + 30].float(),
+    )
     torch.testing.assert_close(aux, twin, rtol=0, atol=0, equal_nan=True)
     eps = torch.finfo(world.dtype).eps
     largest = float(theirs.nan_to_num().abs().max())
