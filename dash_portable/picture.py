@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
 from dash_portable.config import DashConfig
@@ -204,7 +205,11 @@ def bars(path: Path, title: str, groups: Mapping[str, Mapping[str, float]], unit
         at += 1.2
     axes.set_yticks([tick for tick, _ in ticks], [name for _, name in ticks], fontsize=8)
     axes.invert_yaxis()
+    shortest = min(value for group in groups.values() for value in group.values())
     axes.set_xscale("log")
+    axes.set_xlim(left=shortest / 3)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(f"{unit}, logarithmic; shorter is better", fontsize=9)
     axes.set_title(title, fontsize=10)
     handles = {name: Patch(color=f"C{i % 10}", label=name) for i, name in enumerate(names)}
