@@ -36,7 +36,8 @@ def function(module: str, name: str, arguments: Iterable[str] = ()) -> Callable[
     """A callable of a vendor's module that takes the named arguments; BackendError names those it
     lacks."""
     found: Callable[..., Any] = symbol(module, name)
-    lacking = sorted(set(arguments) - set(parameters(found)))
+    wanted = set(arguments)
+    lacking = sorted(wanted - set(parameters(found))) if wanted else []
     if lacking:
         raise BackendError(f"{module}.{name} takes no {' '.join(lacking)}")
     return found

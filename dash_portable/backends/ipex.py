@@ -59,4 +59,7 @@ class Gathered(OneSegment):
 
 def check(platform: Platform) -> str:
     """Why the extension cannot be used, or ""."""
-    return reason((MODULE, "PagedAttention", ()))
+    found = reason((MODULE, "PagedAttention", ()))
+    if found or hasattr(symbol(MODULE, "PagedAttention"), "flash_attn_varlen_func"):
+        return found
+    return f"{MODULE}.PagedAttention has no flash_attn_varlen_func"
