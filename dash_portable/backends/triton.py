@@ -13,7 +13,8 @@ from dash_portable.kernels.launch import Launch, power_of_two
 from dash_portable.kernels.launch_prefill import prefill_row
 from dash_portable.platform.detect import current_platform
 from dash_portable.step import Step
-from dash_portable.triton_layer import grouped_rows, on_device
+from dash_portable.triton_layer import on_device
+from dash_portable.triton_stages import grouped_rows
 
 _BUDGET = 1 << 30  # bytes for the partial results of one chunk of a prefill step
 

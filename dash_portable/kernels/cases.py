@@ -19,6 +19,7 @@ from . import (
     page_table,
     select_decode,
     store,
+    store_tiles,
     summaries,
 )
 
@@ -186,7 +187,7 @@ def _cases() -> dict[str, Case]:
                 _warps(launch.STORE_ROW_WARPS),
             ),
             f"store_tile_{dtype}": _case(
-                store.store_tile_kernel,
+                store_tiles.store_tile_kernel,
                 dtype,
                 row_sizes | {"POSITIONS": 1, "HEAD_CLS": True},
                 _warps(launch.STORE_WARPS),
@@ -247,7 +248,10 @@ def _cases() -> dict[str, Case]:
     merged = {"BS": BS, "TOPK": TOPK, "WINDOW": WINDOW}
     cases |= {
         "store_coordinates": _case(
-            store.store_coordinates_kernel, "bf16", coordinates, _warps(launch.COORDINATES_WARPS)
+            store_tiles.store_coordinates_kernel,
+            "bf16",
+            coordinates,
+            _warps(launch.COORDINATES_WARPS),
         ),
         "summaries_pages": _case(
             summaries.summaries_pages_kernel, "bf16", pages, _warps(launch.SUMMARY_WARPS)

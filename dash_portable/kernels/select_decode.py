@@ -52,28 +52,24 @@ def _holds(blk, ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_bloc
 
 
 @triton.jit
-def _keys(blk, ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb,
-          stride_ct,
-          D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr,
-          SIDE: tl.constexpr):  # fmt: skip
-    """Keys int64 [TILE] of blocks; EMPTY where not ok."""
+def _keys(
+    blk, ok, at, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb, stride_ct,
+    D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Keys int64 [TILE] of blocks that begin at offsets `at` of the cache; EMPTY where not ok."""
     half = tl.arange(0, HP)
     both = ok[:, None] & (half < D // 2)[None, :]
     if SIDE:
-        at = side_ptr + ((n * max_blocks + blk) * D)[:, None] + half[None, :]
-        k0 = tl.load(at, mask=both, other=0.0).to(tl.float32)
-        k1 = tl.load(at + D // 2, mask=both, other=0.0).to(tl.float32)
+        first = side_ptr + ((n * max_blocks + blk) * D)[:, None] + half[None, :]
+        second = first + D // 2
     else:
-        token = blk * BS
-        at = token_at(table_ptr, token, ok, stride_cb, stride_ct, P)
-        at = (aux_ptr + at + (D + D // 2))[:, None] + half[None, :]
-        k0 = tl.load(at, mask=both, other=0.0).to(tl.float32)
+        first = (aux_ptr + at + (D + D // 2))[:, None] + half[None, :]
+        second = first + stride_ct
         if P == 1:
-            at2 = token_at(table_ptr, token + 1, ok, stride_cb, stride_ct, P)
-            at = (aux_ptr + at2 + (D + D // 2))[:, None] + half[None, :]
-        else:
-            at += stride_ct
-        k1 = tl.load(at, mask=both, other=0.0).to(tl.float32)
+            next_at = token_at(table_ptr, blk * BS + 1, ok, stride_cb, stride_ct, P)
+            second = (aux_ptr + next_at + (D + D // 2))[:, None] + half[None, :]
+    k0 = tl.load(first, mask=both, other=0.0).to(tl.float32)
+    k1 = tl.load(second, mask=both, other=0.0).to(tl.float32)
     score = final_score(tl.sum(k0 * q0[None, :] + k1 * q1[None, :], 1), factor, D)
     return tl.where(ok, pack_score(score, blk), EMPTY)
 
@@ -152,11 +148,25 @@ def select_row(
     table_ptr += n * stride_table
     pages_ptr += n * stride_pages
     remote = tl.maximum(p // BS - LOCAL + 1, 0)  # p = -1: none
+    i = tl.arange(0, TILE)
+    half = tl.arange(0, HP)
+    h_ok = half < D // 2
+    # What does not wait for the row's state is asked for first: the query, and where the blocks of
+    # a scan lie.
+    query = iq_ptr + n * stride_iqn + half
+    q0 = tl.load(query, mask=h_ok & ok, other=0.0).to(tl.float32)
+    q1 = tl.load(query + D // 2, mask=h_ok & ok, other=0.0).to(tl.float32)
+    blk = s * TILE + i
+    at = token_at(table_ptr, blk * BS, blk < remote, stride_cb, stride_ct, P)
     if ROTATE:
         tok, page, num_pages, query_page, _extra = row_coordinates(
             n, p, ok, aux_ptr, table_ptr, positions_ptr, pages_ptr, roles_ptr, num_rows, stride_cb,
             stride_ct,
             D, P, POSITIONS, PAGE_TABLE)  # fmt: skip
+        cos, sin = angles_of(tok, page, turn_ptr, half, h_ok, D, PAGE_MOD)
+        r0, r1 = q0 * cos - q1 * sin, q1 * cos + q0 * sin
+        q0 = r0.to(iq_ptr.dtype.element_ty).to(tl.float32)
+        q1 = r1.to(iq_ptr.dtype.element_ty).to(tl.float32)
     else:
         state_ptr = aux_ptr + token_at(table_ptr, p, ok, stride_cb, stride_ct, P) + D + 2
         num_pages, query_page = read_int32(state_ptr + 8, ok), read_int32(state_ptr + 12, ok)
@@ -166,7 +176,6 @@ def select_row(
     count = remote
     wanted = first
     role_hit = first > 0
-    i = tl.arange(0, TILE)
     held = i < 0  # of a run that is one tile: which blocks hold an image of the page
     if (query_page >= 0) & (remote > 0):
         g = query_page + 1
@@ -192,9 +201,9 @@ def select_row(
             found = low * 0
             while (o <= high) & (found == 0):
                 blk = o + i
-                held = _holds(blk, blk <= high, g, role_hit, n, aux_ptr, table_ptr, range_ptr,
-                max_blocks,
-                              stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
+                held = _holds(
+                    blk, blk <= high, g, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
+                    stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
                 found = tl.max(held.to(tl.int32), 0)
                 o += TILE
             if found > 0:
@@ -205,26 +214,18 @@ def select_row(
     tiles = (count + TILE - 1) // TILE
     active = tl.maximum(tl.minimum(tiles, SPLIT), 1)
     if s < active:
-        half = tl.arange(0, HP)
-        h_ok = half < D // 2
-        query = iq_ptr + n * stride_iqn + half
-        q0 = tl.load(query, mask=h_ok & ok, other=0.0).to(tl.float32)
-        q1 = tl.load(query + D // 2, mask=h_ok & ok, other=0.0).to(tl.float32)
-        if ROTATE:
-            cos, sin = angles_of(tok, page, turn_ptr, half, h_ok, D, PAGE_MOD)
-            r0, r1 = q0 * cos - q1 * sin, q1 * cos + q0 * sin
-            q0 = r0.to(iq_ptr.dtype.element_ty).to(tl.float32)
-            q1 = r1.to(iq_ptr.dtype.element_ty).to(tl.float32)
         factor = scale * (D**-0.5)
+        blk = first + s * TILE + i
+        b_ok = blk < first + count
+        if wanted > 0:
+            at = token_at(table_ptr, blk * BS, b_ok, stride_cb, stride_ct, P)
         if tiles <= 1:
-            blk = first + i
-            b_ok = (i < count) & (held | (wanted == 0))
-            keys = _keys(blk, b_ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks,
-                         stride_cb, stride_ct,
-                         D, HP, P, BS, SIDE)  # fmt: skip
-            _finish(
-                best_of(keys, TILE, 16), p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS
-            )
+            b_ok = b_ok & (held | (wanted == 0))
+            keys = _keys(
+                blk, b_ok, at, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks,
+                stride_cb, stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
+            best = best_of(keys, TILE, 16)
+            _finish(best, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)
             if TICKET == 0:
                 tl.store(ticket_ptr + n * 2, 0)
         else:
@@ -232,24 +233,26 @@ def select_row(
                 blk = first + t * TILE + i
                 b_ok = blk < first + count
                 if wanted > 0:
-                    b_ok = _holds(blk, b_ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr,
-                    max_blocks,
-                                  stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
-                keys = _keys(blk, b_ok, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr,
-                             max_blocks, stride_cb, stride_ct,
-                             D, HP, P, BS, SIDE)  # fmt: skip
-                score = tl.where(b_ok, unpack_score(keys), float("-inf"))
+                    b_ok = _holds(
+                        blk, b_ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
+                        stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
+                keys = _keys(
+                    blk, b_ok, at, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks,
+                    stride_cb, stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
+                blk += SPLIT * TILE
+                at = token_at(table_ptr, blk * BS, blk < first + count, stride_cb, stride_ct, P)
+                score = tl.where(keys > EMPTY, unpack_score(keys), float("-inf"))
                 tl.store(score_ptr + n * max_scores + t * TILE + i, score)
-                best = tl.max(tl.reshape(keys, (TILE // GROUP, GROUP)), 1)
+                top = tl.max(tl.reshape(keys, (TILE // GROUP, GROUP)), 1)
                 to = group_ptr + (n * max_scores + t * TILE) // GROUP + tl.arange(0, TILE // GROUP)
-                tl.store(to, best)
+                tl.store(to, top)
             if TICKET:
                 tl.debug_barrier()  # every thread's stores before the one thread's atomic
                 if tl.atomic_add(ticket_ptr + n, 1, sem="acq_rel", scope="gpu") == active - 1:
                     tl.store(ticket_ptr + n, 0)
-                    _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor,
-                    inv_sigma, max_scores,
-                           TILE, CHUNK, TOPK, WINDOW, BS)  # fmt: skip
+                    _merge(
+                        p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor,
+                        inv_sigma, max_scores, TILE, CHUNK, TOPK, WINDOW, BS)  # fmt: skip
             else:
                 if s == 0:
                     tl.store(ticket_ptr + n * 2, tiles)

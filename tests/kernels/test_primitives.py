@@ -1,4 +1,4 @@
-"""The shared pieces alone: keys that sort, the best of many, angles, and the launch that keeps compiled kernels."""
+"""The shared pieces alone: keys that sort, the best of many, angles, the direct launch."""
 
 import math
 
@@ -61,7 +61,7 @@ def pack_kernel(raw_ptr, key_ptr, score_ptr, index_ptr, factor, D: tl.constexpr,
 def test_keys_sort_by_score_then_by_lower_block():
     inf, nan = math.inf, math.nan
     raw = [0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40, inf, -inf, nan, 1e30, -1e30, 3.0, 3.0, 2.9999998]
-    raw = torch.tensor(raw + [0.5, -0.5])
+    raw = torch.tensor([*raw, 0.5, -0.5])
     key, index = torch.empty(16, dtype=torch.int64), torch.empty(16, dtype=torch.int32)
     score = torch.empty(16)
     pack_kernel[(1,)](raw, key, score, index, 2.0, 64, 16)

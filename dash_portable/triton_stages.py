@@ -1,0 +1,358 @@
+"""Store and select of the Triton layer, for its two kinds of step: rows alone, rows in tiles."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .kernels import launch
+from .kernels.group_rows import group_rows, group_shapes
+from .kernels.launch import power_of_two
+from .kernels.launch_prefill import prefill_row
+from .kernels.select_decode import select_decode_kernel, select_merge_kernel, store_select_kernel
+from .kernels.select_prefill import select_prefill, select_shapes
+from .kernels.store import store_row_kernel
+from .kernels.store_tiles import store_coordinates_kernel, store_tile_kernel
+from .step import Step
+from .triton_side import Side
+
+if TYPE_CHECKING:
+    from .triton_layer import TritonLayer
+
+_TILE_ROWS: weakref.WeakValueDictionary[int, TileRows] = weakref.WeakValueDictionary()
+
+
+def grouped_rows(step: Step) -> dict[str, Tensor] | None:
+    """How selection grouped the rows of a step, for attention to tile them alike; None if no layer
+    of ours selected.
+    """
+    rows = _TILE_ROWS.get(id(step))
+    return rows.groups if rows is not None and rows.selected else None
+
+
+def _rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Rows may be any stride apart; what a row holds is one piece."""
+    whole = []
+    for x in tensors:
+        dense = x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2] or x.shape[1] == 1)
+        whole.append(x if dense else x.contiguous())
+    return tuple(whole)
+
+
+class RowSelection:
+    """Steps in which every row is alone in its sequence."""
+
+    def __init__(self, layer: TritonLayer) -> None:
+        self._layer = layer
+        step = self._step = layer.step
+        config, rows = step.config, step.num_rows
+        row = self._row = launch.select_row(layer._arch, rows, step.max_blocks)
+        self._split = launch.split_of(row, rows, step.max_blocks)
+        self._scores = -(-max(step.max_blocks, 1) // row.tile) * row.tile
+        groups = self._scores // launch.GROUP
+        several = self._scores > row.tile  # a row may have several tiles
+        device = step.device
+        space = (rows, self._scores) if several else (1, row.tile)
+        self._score = torch.empty(space, dtype=torch.float32, device=device)
+        self._group = torch.empty(
+            (rows, groups) if several else (1, 1), dtype=torch.int64, device=device
+        )
+        self._ticket = torch.zeros((rows, 1 if row.ticket else 2), dtype=torch.int32, device=device)
+        self._chunk = min(max(power_of_two(groups), 16), launch.CHUNK)
+        self._several = several
+        self._select = (
+            config.local_blocks,
+            config.topk,
+            config.window,
+            row.tile,
+            self._split,
+            self._chunk,
+            row.ticket,
+        )
+        self._inverse_sigma = 1.0 / config.sigma
+        self._dummy = layer._turns
+
+    def _common(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        layer, step = self._layer, self._step
+        nothing = step.row_pos
+        return (
+            step.row_pos,
+            step.slots,
+            step.roles,
+            nothing if layer._positions is None else layer._positions,
+            step.block_table,
+            nothing if layer._pages is None else layer._pages,
+        )
+
+    def _strides(self, cache: Tensor) -> tuple[int, ...]:
+        pages = self._layer._pages
+        table = self._step.block_table.stride(0)
+        paged = 0 if pages is None else pages.stride(0)
+        return (*cache.stride()[:3], table, paged)
+
+    def store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        iq: Tensor,
+        ik: Tensor,
+        cache: Tensor,
+        head_cls: Tensor | None,
+    ) -> None:
+        layer, step = self._layer, self._step
+        q, k, v, iq, ik = _rows_contiguous(q, k, v, iq, ik)
+        given = head_cls is not None
+        run = layer.launch(
+            f"store {given}",
+            store_row_kernel,
+            (step.kv_heads + 1) * step.num_rows,
+            (*layer._sizes, *layer._blocks, layer._given, layer._pages is not None, given),
+            warps=launch.STORE_ROW_WARPS,
+        )
+        run(
+            q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls if given else
+            layer._turns, layer._turns,
+            *self._common(), step.num_rows,
+            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0),
+            *self._strides(cache),
+        )  # fmt: skip
+
+    def store_select(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        iq: Tensor,
+        ik: Tensor,
+        cache: Tensor,
+        head_cls: Tensor,
+        scale: float,
+        floor: float,
+    ) -> None:
+        layer, step, row = self._layer, self._step, self._row
+        if not step.num_rows:
+            return
+        q, k, v, iq, ik = _rows_contiguous(q, k, v, iq, ik)
+        run = layer.launch(
+            "store_select",
+            store_select_kernel,
+            (self._split + step.kv_heads + 1) * step.num_rows,
+            (
+                *layer._sizes, *layer._blocks, layer._given, layer._pages is not None, True,
+                *self._select, row.dependent,
+            ),
+            warps=row.warps,
+        )  # fmt: skip
+        run(
+            q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls, layer._turns,
+            *self._common(),
+            self._score, self._group, self._ticket, layer.ids, layer.bias, step.num_rows,
+            self._scores,
+            scale, floor, self._inverse_sigma,
+            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0),
+            *self._strides(cache),
+        )  # fmt: skip
+        self._merge(floor)
+
+    def select(
+        self, index_query: Tensor, cache: Tensor, side: Side | None, scale: float, floor: float
+    ) -> None:
+        layer, step, row = self._layer, self._step, self._row
+        row_pos, _, roles, positions, table, pages = self._common()
+        paged = layer._pages is not None
+        strides = self._strides(cache)
+        max_blocks = 0
+        summaries, ranges = cache, row_pos
+        if side is not None:
+            summaries, ranges, pages = side.summaries, side.ranges, side.pages
+            paged, strides, max_blocks = True, (*strides[:4], pages.stride(0)), side.max_blocks
+        run = layer.launch(
+            "select",
+            select_decode_kernel,
+            self._split * step.num_rows,
+            (
+                layer._sizes[0], *layer._sizes[2:], *layer._blocks, layer._given, paged, side is not
+                None,
+                *self._select,
+            ),
+            warps=row.warps,
+        )  # fmt: skip
+        run(
+            index_query, cache, layer._turns, row_pos, roles, positions, table, pages, summaries,
+            ranges,
+            self._score, self._group, self._ticket, layer.ids, layer.bias, step.num_rows,
+            max_blocks, self._scores,
+            scale, floor, self._inverse_sigma, index_query.stride(0), *strides,
+        )  # fmt: skip
+        self._merge(floor)
+
+    def _merge(self, floor: float) -> None:
+        """The second launch, where a ticket is not allowed and a row may have several tiles."""
+        if self._row.ticket or not self._several:
+            return
+        layer, step, config = self._layer, self._step, self._step.config
+        run = layer.launch(
+            "merge",
+            select_merge_kernel,
+            step.num_rows,
+            (config.block, config.topk, config.window, self._row.tile, self._chunk),
+            warps=launch.MERGE_WARPS,
+        )
+        run(
+            step.row_pos, self._score, self._group, self._ticket, layer.ids, layer.bias,
+            self._scores,
+            floor, self._inverse_sigma,
+        )  # fmt: skip
+
+
+class TileRows:
+    """Steps in which a sequence may have several rows: prompts, chunks, decoded rows, mixed."""
+
+    def __init__(self, layer: TritonLayer) -> None:
+        self._layer = layer
+        step = self._step = layer.step
+        rows, seqs, device = step.num_rows, step.num_seqs, step.device
+
+        def ints(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        self.coordinates = ints(4, rows)
+        self._start, self._end = ints(max(rows, 1)), ints(max(seqs, 1))
+        self._order, self._live = ints(rows), ints(seqs + 1)
+        self._tiles = _tiles(step)
+        self._prefill = prefill_row(layer._arch, step.dtype.itemsize)
+        tile = self._prefill.tile
+        self.groups = {name: ints(*shape) for name, shape in group_shapes(rows, seqs, tile).items()}
+        self._scratch = {name: ints(*shape) for name, shape in select_shapes(rows, seqs).items()}
+        self._located = self._grouped = False
+        self.selected = False
+        _TILE_ROWS[id(step)] = (
+            self  # it holds the step, so its id is not another's while this lives
+        )
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Rows in order, padding last, and where each sequence's begin."""
+        live = self._step.row_pos >= 0
+        self._order.copy_(torch.argsort(~live, stable=True))
+        before = torch.cat([live.new_zeros(1, dtype=torch.int64), live.cumsum(0)])
+        self._live.copy_(before[self._step.query_start.long()])
+        self._located = self._grouped = False
+
+    def store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        iq: Tensor,
+        ik: Tensor,
+        cache: Tensor,
+        head_cls: Tensor | None,
+    ) -> None:
+        layer, step = self._layer, self._step
+        q, k, v, iq, ik = _rows_contiguous(q, k, v, iq, ik)
+        positions = step.row_pos if layer._positions is None else layer._positions
+        pages = step.row_pos if layer._pages is None else layer._pages
+        table_stride = step.block_table.stride(0)
+        if not self._located:
+            run = layer.launch(
+                "coordinates",
+                store_coordinates_kernel,
+                step.num_seqs,
+                (
+                    step.kv_heads, step.head_dim, step.block_size, layer._given, layer._pages is not
+                    None,
+                    launch.COORDINATES_TILE,
+                ),
+                warps=launch.COORDINATES_WARPS,
+            )  # fmt: skip
+            run(
+                step.roles, positions, self._order, self._live, step.seq_lens, cache,
+                step.block_table, pages,
+                self.coordinates, self._start, self._end, step.num_rows, *cache.stride()[:3],
+                table_stride,
+                0 if layer._pages is None else pages.stride(0),
+            )  # fmt: skip
+            # A captured step runs all its launches in every layer: what was captured cannot know
+            # which one is first.
+            self._located = not step.graph
+        given = head_cls is not None
+        run = layer.launch(
+            f"store {given}",
+            store_tile_kernel,
+            (step.kv_heads + 1) * len(self._tiles),
+            (*layer._sizes, *layer._blocks, layer._given, given),
+            warps=launch.STORE_WARPS,
+        )
+        run(
+            q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls if given else
+            layer._turns, layer._turns,
+            step.slots, step.roles, positions, self._order, self._live, step.seq_lens, self._tiles,
+            step.block_table,
+            self.coordinates, self._start, self._end, step.num_rows,
+            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0), *cache.stride()[:3],
+            table_stride,
+        )  # fmt: skip
+
+    def select(
+        self, index_query: Tensor, cache: Tensor, side: Side, scale: float, floor: float
+    ) -> None:
+        layer, step, config = self._layer, self._step, self._step.config
+        if not self._grouped:
+            group_rows(
+                step.row_seq,
+                step.row_pos,
+                self.coordinates[3],
+                self.coordinates[2],
+                step.query_start,
+                side.pages,
+                side.ranges,
+                cache,
+                step.block_table,
+                self.groups,
+                block=config.block,
+                local_blocks=config.local_blocks,
+                tile=self._prefill.tile,
+                starts_given=layer._pages is not None,
+            )
+            self._grouped = not step.graph
+        self.selected = True
+        select_prefill(
+            index_query,
+            side.summaries,
+            side.ranges,
+            step.row_pos,
+            self.groups,
+            self._scratch,
+            layer.ids,
+            layer.bias,
+            scale=scale,
+            floor=floor,
+            sigma=config.sigma,
+            block=config.block,
+            topk=config.topk,
+            window=config.window,
+            tile=self._prefill.tile,
+            launch=self._prefill,
+        )
+
+
+def _tiles(step: Step) -> Tensor:
+    """Tiles of the store: sequence, and number of the block counted from the sequence's first;
+    int32 [tiles, 2].
+
+    A sequence of n rows touches at most (n + block - 2) // block + 1 blocks, wherever it begins.
+    """
+    block = step.config.block
+    if step.query_lens is None:
+        lengths = torch.full((step.num_seqs,), min(step.max_query_len, step.num_rows))
+    else:
+        lengths = torch.tensor(step.query_lens, dtype=torch.int64)
+    many = torch.where(lengths > 0, (lengths + block - 2) // block + 1, 0)
+    seq = torch.repeat_interleave(torch.arange(step.num_seqs), many)
+    number = torch.arange(len(seq)) - (many.cumsum(0) - many)[seq]
+    return torch.stack([seq, number], 1).int().to(step.device)
