@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dash_portable.cache import empty_cache
+from dash_portable.cache import empty_cache, summary_at
 from dash_portable.config import DashConfig
 from dash_portable.document import Document
 from dash_portable.pages import prompt_positions
@@ -160,6 +160,16 @@ class Feed:
             held = cache[first]
             for other in self.block_table[1:].long():
                 cache[other] = held
+
+    def summaries(self, layer: int, blocks: int) -> Tensor:
+        """Stored summaries `[blocks, D]` of the first sequence."""
+        first = torch.arange(blocks, device=self.device) * self.config.block
+        at = summary_at(self.config.index_dim)
+        halves = []
+        for token in (first, first + 1):
+            block = self.block_table[0, token // self.block_size].long()
+            halves.append(self.caches[layer][block, -1, token % self.block_size, at:])
+        return torch.cat(halves, 1)
 
     def keys_and_values(self, layer: int, head: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Stored keys and values `[tokens, D]` of one kv head of the first sequence."""
