@@ -229,7 +229,6 @@ class Work:
         }
         kinds = {
             "int32": torch.int32,
-            "int64": torch.int64,
             "float32": torch.float32,
             "query": torch.bfloat16,
         }

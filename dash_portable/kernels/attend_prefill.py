@@ -65,12 +65,12 @@ def _load_columns(ptr, at, ok, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
-def _add_keys(score, value, top, mass, total):
-    """One more tile of keys into the running softmax; score in units of log2."""
-    new = tl.maximum(top, tl.max(score, 1))
+def _add_keys(score, factor, value, top, mass, total):
+    """One more tile of keys into the running softmax; score times factor (above 0) is in log2."""
+    new = tl.maximum(top, tl.max(score, 1) * factor)
     safe = tl.where(new == float("-inf"), 0.0, new)  # -inf minus -inf is NaN
     fade = tl.exp2(top - safe)
-    weight = tl.exp2(score - safe[:, None])
+    weight = tl.exp2(score * factor - safe[:, None])
     mass = mass * fade + tl.sum(weight, 1)
     total = tl.dot(weight.to(value.dtype), value, total * fade[:, None], input_precision="ieee")
     return new, mass, total
@@ -142,7 +142,8 @@ def attend_tile_kernel(
             weight = tl.load(weight_ptr + (room + j) * TILE + r)[:, None]
             if PAIR == 1:
                 if P % BLOCK == 0:
-                    place = tl.load(place_ptr + room + j) + n.to(tl.int64) * stride_ct
+                    place = tl.load(place_ptr + room + j).to(tl.int64) * stride_cb
+                    place = place + (block * BLOCK % P + n).to(tl.int64) * stride_ct
                 else:
                     place = token_at(table_row, block * BLOCK + n, n >= 0, stride_cb, stride_ct, P)
                 key = _load_columns(keys, place, n >= 0, D, DP, False)
@@ -156,7 +157,8 @@ def attend_tile_kernel(
                 if P % BLOCK == 0:
                     one = tl.load(place_ptr + room + j)
                     two = tl.load(place_ptr + room + j + 1, mask=both, other=0)
-                    place = tl.where(n < BLOCK, one, two) + (n % BLOCK).to(tl.int64) * stride_ct
+                    place = tl.where(n < BLOCK, one, two).to(tl.int64) * stride_cb
+                    place = place + (token % P).to(tl.int64) * stride_ct
                 else:
                     place = token_at(table_row, token, n_ok, stride_cb, stride_ct, P)
                 key = _load_columns(keys, place, n_ok, D, DP, True)
@@ -170,7 +172,7 @@ def attend_tile_kernel(
             score = tl.where(
                 token[None, :] < begin[:, None], score, float("-inf")
             )  # the local window wins
-            top, mass, total = _add_keys(score, value, top, mass, total)
+            top, mass, total = _add_keys(score, 1.0, value, top, mass, total)
 
         k = tl.arange(0, STEP)
         last = tl.max(pos, 0)
@@ -187,10 +189,10 @@ def attend_tile_kernel(
                 place = token_at(table_row, token, k_ok, stride_cb, stride_ct, P)
             key = _load_columns(keys, place, k_ok, D, DP, True)
             value = _load_rows(values, place, k_ok, D, DP, True)
-            score = tl.dot(query, key, input_precision="ieee") * factor
+            score = tl.dot(query, key, input_precision="ieee")
             seen = (token[None, :] >= begin[:, None]) & (token[None, :] <= pos[:, None])
             score = tl.where(seen, score, float("-inf"))
-            top, mass, total = _add_keys(score, value, top, mass, total)
+            top, mass, total = _add_keys(score, factor, value, top, mass, total)
 
         d = tl.arange(0, DP)
         result = total / tl.where(mass > 0, mass, 1.0)[:, None]
@@ -401,7 +403,7 @@ def attend_shapes(
     return {
         "count": ("int32", (num_tiles,)),
         "union": ("int32", (room,)),
-        "place": ("int64", (room,)),
+        "place": ("int32", (room,)),
         "weight": ("float32", (room, tile)),
         "mass": ("float32", (num_rows, heads)),
         "hist": ("int32", (chunks, keys)),
@@ -442,8 +444,6 @@ def unite(ids, bias, cache, block_table, groups, scratch, *, block, max_blocks, 
         max_blocks,
         keys,
         chunk_tiles,
-        cache.stride(0),
-        cache.stride(2),
         block_table.stride(0),
         P=cache.shape[2],
         BLOCK=block,

@@ -12,6 +12,7 @@ from .launch_prefill import FLOAT32, PREFILL, PrefillRow
 HQ, TOPK, W = 10, 12, 16
 RDNA = ("gfx1100", "gfx1151", "gfx1201")
 FLOAT32_SPILLS = dict.fromkeys(RDNA, "float32 without matrix units: for tests, not for speed")
+TILE_SPILLS = dict.fromkeys(RDNA, "a few registers; 64 rows are the tile of all the kernels")
 
 
 def _launches(make: Any, dtype: str = "bf16") -> dict[str, tuple[Launch, ...]]:
@@ -159,13 +160,19 @@ def _union_cases() -> dict[str, Case]:
         "union": Case(
             union.union_kernel,
             _pointers(
-                "i32", "ids_ptr", "tile_ptr", "order_ptr", "table_ptr", "count_ptr", "union_ptr"
+                "i32",
+                "ids_ptr",
+                "tile_ptr",
+                "order_ptr",
+                "table_ptr",
+                "count_ptr",
+                "union_ptr",
+                "place_ptr",
             )
             | _pointers("i32", "hist_ptr", "rank_ptr")
-            | {"place_ptr": "*i64"}
             | _pointers("fp32", "bias_ptr", "weight_ptr")
             | _ints(*ints)
-            | _strides("cb", "ct", "tr"),
+            | _strides("tr"),
             pairs | {"P": 64, "BLOCK": 32},
             _launches(
                 lambda r: Launch(
@@ -224,8 +231,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
         f"attend_tile_{name}": Case(
             attend_prefill.attend_tile_kernel,
             rows
-            | _pointers("i32", "count_ptr", "union_ptr")
-            | {"place_ptr": "*i64"}
+            | _pointers("i32", "count_ptr", "union_ptr", "place_ptr")
             | _pointers("fp32", "weight_ptr", "mass_ptr")
             | _pointers(dtype, "out_ptr"),
             cached,
@@ -245,7 +251,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                 dtype,
             ),
             matrix=matrix,
-            may_spill=spills,
+            may_spill=TILE_SPILLS | spills,
         ),
         f"attend_pair_{name}": Case(
             attend_prefill.attend_pair_kernel,

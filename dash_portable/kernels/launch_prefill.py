@@ -54,7 +54,7 @@ PREFILL: dict[str, PrefillRow] = {
     "sm86": _REGISTER_BOUND,
     "sm89": _REGISTER_BOUND,
     "sm90": PrefillRow(pair_stages=3, tile_stages=3),
-    "sm100": PrefillRow(select_warps=8, tile_stages=3),
+    "sm100": PrefillRow(select_warps=8),
     "sm120": _REGISTER_BOUND,
     "gfx1100": _RDNA,
     "gfx1151": _RDNA,

@@ -32,8 +32,6 @@ def union_kernel(
     max_blocks,
     keys,
     chunk_tiles,
-    stride_cb,
-    stride_ct,
     stride_tr,
     P: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -69,9 +67,8 @@ def union_kernel(
             at = t.to(tl.int64) * ROOM + count
             tl.store(weight_ptr + at * TILE + r, tl.where(has, here, float("-inf")))
             tl.store(union_ptr + at, block)
-            if P % BLOCK == 0:  # one cache block holds it: where, so that no head has to look it up
-                place = tl.load(table_row + block * BLOCK // P).to(tl.int64) * stride_cb
-                tl.store(place_ptr + at, place + (block * BLOCK % P).to(tl.int64) * stride_ct)
+            if P % BLOCK == 0:  # the cache block that holds it, so that no head has to look it up
+                tl.store(place_ptr + at, tl.load(table_row + block * BLOCK // P))
             count += 1
             block = tl.min(tl.min(tl.where(ids > block, ids, none), 1), 0)
         tl.store(count_ptr + t, tl.where(block < none, -1, count))

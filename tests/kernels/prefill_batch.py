@@ -234,7 +234,6 @@ class Batch:
         )
         fill = {
             "int32": (torch.int32, POISON),
-            "int64": (torch.int64, 2**62),
             "float32": (torch.float32, torch.nan),
             "query": (self.dtype, torch.nan),
         }
