@@ -16,10 +16,9 @@ from dash_portable.segments.rows import Spans
 class Pages:
     """The cache as pages of `size` tokens, nothing copied.
 
-    key, value  [pages, size, H, D] (tokens before heads) or [pages, H, size, D] (heads before
-    tokens); strides of the cache
-    per_block   page ids that one cache block spans; page of token t is `block * per_block + t %
-    block_size // size`
+    key, value  [pages, size, H, D], with the cache's own strides
+    per_block   page ids that one cache block spans: the page of token t is
+                `block * per_block + t % block_size // size`
     """
 
     key: Tensor
@@ -37,7 +36,7 @@ def page_size(block_size: int, block: int) -> int:
     return math.gcd(block_size, block)
 
 
-def cache_pages(cache: Tensor, *, size: int, heads_first: bool = False) -> Pages:
+def cache_pages(cache: Tensor, *, size: int) -> Pages:
     """Keys and values of `cache` [NB, H + 1, P, 2D] as pages of `size` tokens; raises BackendError
     where strides forbid it.
 
@@ -64,60 +63,14 @@ def cache_pages(cache: Tensor, *, size: int, heads_first: bool = False) -> Pages
             )
         per_block = block_stride // page_stride
     count = (blocks - 1) * per_block + tokens // size
-    shape = [count, size, planes - 1, width]
-    strides = [page_stride, token_stride, head_stride, 1]
-    if heads_first:
-        shape[1], shape[2] = shape[2], shape[1]
-        strides[1], strides[2] = strides[2], strides[1]
+    shape = (count, size, planes - 1, width)
+    strides = (page_stride, token_stride, head_stride, 1)
     at = cache.storage_offset()
     return Pages(
         key=cache.as_strided(shape, strides, at),
         value=cache.as_strided(shape, strides, at + width),
         size=size,
         per_block=per_block,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Folded:
-    """Every (cache block, head) plane as a run of one-head pages, for libraries that want heads
-    inside tokens.
-
-    key, value  [planes * pages, size, 1, D]
-    block_step  page ids from one cache block to the next
-    head_step   page ids from one head to the next
-    """
-
-    key: Tensor
-    value: Tensor
-    size: int
-    block_step: int
-    head_step: int
-
-
-def folded_pages(cache: Tensor, *, size: int) -> Folded:
-    """Pages of `size` tokens and one kv head; page of (block, head, token) is
-    `block * block_step + head * head_step + token % block_size // size`. Raises BackendError where
-    strides forbid it."""
-    blocks, planes, tokens, twice = cache.shape
-    block_stride, head_stride, token_stride, last = cache.stride()
-    page_stride = size * token_stride
-    if last != 1 or tokens % size or block_stride % page_stride or head_stride % page_stride:
-        raise BackendError(
-            f"cache: found strides {tuple(cache.stride())} and cache blocks of {tokens} tokens, "
-            f"needed a last stride of 1 and block and head strides that are multiples of "
-            f"{page_stride} (pages of {size} tokens)"
-        )
-    block_step, head_step = block_stride // page_stride, head_stride // page_stride
-    count = (blocks - 1) * block_step + (planes - 2) * head_step + tokens // size
-    shape, strides = (count, size, 1, twice // 2), (page_stride, token_stride, twice, 1)
-    at = cache.storage_offset()
-    return Folded(
-        key=cache.as_strided(shape, strides, at),
-        value=cache.as_strided(shape, strides, at + twice // 2),
-        size=size,
-        block_step=block_step,
-        head_step=head_step,
     )
 
 

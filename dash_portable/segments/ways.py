@@ -60,8 +60,10 @@ class Way(ABC):
         self.fused = fused.available(step.device.type)
         self.merges: dict[int, fused.Merge] = {}
         most = max(SCRATCH_BYTES // self._row_bytes(), 1)
+        parts = max(-(-step.num_rows // most), 1)
+        size = max(-(-step.num_rows // parts), 1)  # even, so that no pass is a sliver
         self.passes = [
-            (start, min(start + most, step.num_rows)) for start in range(0, step.num_rows, most)
+            (start, min(start + size, step.num_rows)) for start in range(0, step.num_rows, size)
         ]
         sizes = {stop - start for start, stop in self.passes}
         self.rooms = {rows: self._plan(rows) for rows in sorted(sizes)}
