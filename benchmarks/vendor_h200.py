@@ -47,6 +47,7 @@ LIBRARIES: dict[str, dict[str, str]] = {
     "flashinfer": {
         "flashinfer_gather": "flashinfer:Gathered",
         "flashinfer_in_place": "flashinfer:Paged",
+        "flashinfer_gather, keys of 192": "Narrow",
     },
     "torch": {
         "torch_varlen_gather": "torch_varlen:Gathered",
@@ -58,7 +59,26 @@ SHAPES = ((1, 32768), (8, 32768), (64, 32768), (256, 8192))  # rows, tokens of e
 HEADS, WIDTH, PAGE = 10, 128, 32
 
 
+def narrow() -> Any:
+    """flashinfer's kernels for keys of 192 and values of 128, instead of 256 and 256."""
+    flashinfer = importlib.import_module("dash_portable.backends.flashinfer")
+
+    class Ragged(flashinfer.Ragged):
+        widths = (192,)
+
+        @classmethod
+        def value_width_for(cls, width: int, head_dim: int) -> int:
+            return 128
+
+    class Narrow(flashinfer.Gathered):
+        library = Ragged
+
+    return Narrow
+
+
 def runner_of(path: str) -> Any:
+    if path == "Narrow":
+        return narrow()
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"dash_portable.backends.{module}"), name)
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 PAGED = "BatchPrefillWithPagedKVCacheWrapper"
 WORKSPACE_BYTES = 128 << 20
+MOST_RUNS = 1 << 14  # its wrappers keep the lengths of 32,768 runs, and plan in 8 MB
 PLANS = 8  # kept, the least recently used goes first
 _PINNED: list[object] = []  # wrappers inside captured graphs, which nobody else refers to
 
@@ -43,6 +44,7 @@ class Shape:
     heads: int
     kv_heads: int
     width: int
+    value_width: int
     scale: float
     dtype: torch.dtype
     device: torch.device
@@ -69,6 +71,7 @@ class Ragged(Library):
             heads=call.heads,
             kv_heads=call.kv_heads,
             width=call.width,
+            value_width=call.value_width,
             scale=call.scale,
             dtype=call.dtype,
             device=call.device,
@@ -97,6 +100,9 @@ class Paged(Way):
     def _row_bytes(self) -> int:
         return (self.kept + 1) * self.step.heads * self.step.head_dim * self.step.dtype.itemsize * 2
 
+    def _most_rows(self) -> int:
+        return MOST_RUNS // (self.kept + 1)
+
     def __init__(self, step: Step) -> None:
         self.wrappers: dict[int, Planned] = {}
         super().__init__(step)
@@ -109,6 +115,7 @@ class Paged(Way):
             heads=step.heads,
             kv_heads=step.kv_heads,
             width=step.head_dim,
+            value_width=step.head_dim,
             scale=self.scale,
             dtype=step.dtype,
             device=step.device,
@@ -243,6 +250,7 @@ def _model(shape: Shape) -> dict[str, Any]:
         "num_qo_heads": shape.heads,
         "num_kv_heads": shape.kv_heads,
         "head_dim_qk": shape.width,
+        "head_dim_vo": shape.value_width,
         "causal": False,
         "sm_scale": shape.scale,
         "q_data_type": shape.dtype,

@@ -59,7 +59,7 @@ class Way(ABC):
         self.folded = self.group > 1 and not self.library.takes_groups
         self.fused = fused.available(step.device.type)
         self.merges: dict[int, fused.Merge] = {}
-        most = max(SCRATCH_BYTES // self._row_bytes(), 1)
+        most = max(min(SCRATCH_BYTES // self._row_bytes(), self._most_rows()), 1)
         parts = max(-(-step.num_rows // most), 1)
         size = max(-(-step.num_rows // parts), 1)  # even, so that no pass is a sliver
         self.passes = [
@@ -76,6 +76,10 @@ class Way(ABC):
     @abstractmethod
     def _row_bytes(self) -> int:
         """Scratch of one row."""
+
+    def _most_rows(self) -> int:
+        """Rows that the library takes at once, whatever the scratch."""
+        return self.step.num_rows
 
     @abstractmethod
     def _plan(self, rows: int) -> Room:
