@@ -34,9 +34,57 @@ _HOMES = {
     "rebuild_summaries": "attention",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = [
+    "ArgumentError",
+    "BackendError",
+    "ConfigError",
+    "DashAttention",
+    "DashConfig",
+    "DashError",
+    "DashStep",
+    "FlashAttentionCuTeDSLCompileSpec",
+    "UnsupportedError",
+    "cache_dash_prefill",
+    "current_platform",
+    "empty_cache",
+    "explain",
+    "flash_dash_attention",
+    "get_flash_attn_version",
+    "is_flash_attn_varlen_func_available",
+    "paged_dash_decode",
+    "paged_dash_prefill",
+    "prompt_positions",
+    "rebuild_summaries",
+]
 
 if TYPE_CHECKING:
+    from dash_portable.attention import (
+        cache_dash_prefill,
+        flash_dash_attention,
+        paged_dash_decode,
+        paged_dash_prefill,
+        rebuild_summaries,
+    )
+    from dash_portable.backends.flash_attn_cute import FlashAttentionCuTeDSLCompileSpec
+    from dash_portable.backends.flash_versions import (
+        get_flash_attn_version,
+        is_flash_attn_varlen_func_available,
+    )
+    from dash_portable.cache import empty_cache
+    from dash_portable.config import DashConfig
+    from dash_portable.errors import (
+        ArgumentError,
+        BackendError,
+        ConfigError,
+        DashError,
+        UnsupportedError,
+    )
+    from dash_portable.explanation import explain
+    from dash_portable.layers import DashAttention
+    from dash_portable.pages import prompt_positions
+    from dash_portable.plan import DashStep
+    from dash_portable.platform.detect import current_platform
+
     __version__: str
 
 

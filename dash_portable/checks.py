@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dash_portable.errors import ArgumentError, found_needed
+from dash_portable.pages import MAX_PAGES
 
 INDEX = (torch.int32, torch.int64)
 FLOAT = (torch.float16, torch.bfloat16, torch.float32)
@@ -33,24 +34,43 @@ def check_tensor(
     `shape` holds numbers, letters whose number is in `sizes`, and None for any size.
     """
     known = sizes or {}
-    words = "[" + ", ".join("any" if s is None else str(s) for s in shape) + "]"
     numbers = [known.get(s) if isinstance(s, str) else s for s in shape]
+    if (
+        isinstance(value, Tensor)
+        and value.dim() == len(numbers)
+        and all(n is None or n == have for n, have in zip(numbers, value.shape, strict=True))
+        and value.dtype in dtypes
+        and value.device == device
+    ):
+        return value
+    raise _unfit(name, value, shape, known, dtypes, device)
+
+
+def _unfit(
+    name: str,
+    value: object,
+    shape: Sequence[Size],
+    sizes: Mapping[str, int],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> ArgumentError:
+    """What is wrong with a tensor: no tensor, then shape, then type, then device."""
     meaning = ", ".join(
-        f"{s}={known[s]}" for s in dict.fromkeys(shape) if isinstance(s, str) and s in known
+        f"{s}={sizes[s]}" for s in dict.fromkeys(shape) if isinstance(s, str) and s in sizes
     )
-    needed = words + (f" with {meaning}" if meaning else "")
+    needed = "[" + ", ".join("any" if s is None else str(s) for s in shape) + "]"
+    needed += f" with {meaning}" if meaning else ""
     types = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     if not isinstance(value, Tensor):
-        raise found_needed(name, type(value).__name__, f"a tensor {needed} of {types}")
+        return found_needed(name, type(value).__name__, f"a tensor {needed} of {types}")
+    numbers = [sizes.get(s) if isinstance(s, str) else s for s in shape]
     if value.dim() != len(numbers) or any(
         n is not None and n != have for n, have in zip(numbers, value.shape, strict=True)
     ):
-        raise found_needed(name, list(value.shape), needed)
+        return found_needed(name, list(value.shape), needed)
     if value.dtype not in dtypes:
-        raise found_needed(name, str(value.dtype).removeprefix("torch."), types)
-    if value.device != device:
-        raise found_needed(name, f"device {value.device}", f"{device}, where the cache is")
-    return value
+        return found_needed(name, str(value.dtype).removeprefix("torch."), types)
+    return found_needed(name, f"device {value.device}", f"{device}, where the cache is")
 
 
 def check_rows(
@@ -96,6 +116,7 @@ def check_step_values(
     num_blocks: int,
     block_size: int,
     max_model_len: int | None,
+    recomputed: bool,
 ) -> None:
     """The values of a step whose tensors lie on the host; only live rows and sequences count."""
     live = (slots >= 0).nonzero().flatten()
@@ -145,10 +166,12 @@ def check_step_values(
     decoded = torch.ones_like(live, dtype=torch.bool)
     if positions is not None:
         tok, raw, pages, extra = positions[:, live].long().unbind(0)
-        ok = (tok >= 0) & (raw >= 0) & (pages >= 0) & (pages <= 65535)
-        _all("positions", tok, ok, "rows 0 to 2 of at least 0, at most 65535 pages", live)
         decoded = extra >= 0
-    orphan = decoded & (position == 0)
+        ok = (tok >= 0) & (raw >= 0) & (pages >= 0) & (pages <= MAX_PAGES)
+        # A server may leave anything in rows 0 to 2 of a decoded token.
+        ok |= decoded & (not recomputed)
+        _all("positions", tok, ok, f"rows 0 to 2 of at least 0, at most {MAX_PAGES} pages", live)
+    orphan = decoded & (position == 0) & (not recomputed)
     if bool(orphan.any()):
         row = int(live[orphan][0])
         raise found_needed(

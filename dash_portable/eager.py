@@ -6,13 +6,16 @@ rule's arithmetic is `reference.py`'s; here is only where its inputs lie.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from dash_portable import cache as layout
 from dash_portable import reference
 from dash_portable.config import DashConfig
-from dash_portable.pages import IMAGE, next_coordinates, next_page
+from dash_portable.pages import IMAGE, angles, next_coordinates, next_page
 from dash_portable.step import Step, Trust
 
 _SCORES = 1 << 25  # scores of one chunk of rows, in elements
@@ -33,7 +36,8 @@ class EagerLayer:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.coordinates = torch.zeros(step.num_rows, 4, dtype=torch.int32, device=step.device)
-        self._live = (step.row_pos >= 0).nonzero().flatten()
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}
+        self.refresh()
 
     def prepare(
         self,
@@ -69,19 +73,20 @@ class EagerLayer:
         view.write_pages(live)  # first: a decoded marker of this very step may read them
         self.coordinates.zero_()
         self.coordinates[live] = row_coordinates(view, step, live).int()
-        tok, page = self.coordinates[live, 0], self.coordinates[live, 1]
+        where = self.coordinates[live]
+        angle = angles(where[:, 0], where[:, 1], step.config, step.head_dim, torch.float32)
+        rows = torch.cat([q[live], k[live], iq[live, None], ik[live, None]], 1)
+        turned = reference.turn(rows, angle).to(q.dtype)
         query, index_query = torch.zeros_like(q), torch.zeros_like(iq)
-
-        def rotated(x: Tensor) -> Tensor:
-            return reference.rotate(x[live], tok, page, step.config).to(x.dtype)
-
-        query[live], index_query[live] = rotated(q), rotated(iq)
-        view.write_rows(live, rotated(k), v[live], rotated(ik), self.coordinates[live])
+        query[live], index_query[live] = turned[:, : step.heads], turned[:, -2]
+        view.write_rows(live, turned[:, step.heads : -2], v[live], turned[:, -1], where)
         view.close_blocks(live, head_cls)
         return query, index_query
 
     def refresh(self) -> None:
+        """Which rows are live; where the summaries lie is looked up once a step and sequence."""
         self._live = (self.step.row_pos >= 0).nonzero().flatten()
+        self._places.clear()
 
     def rebuild(self, cache: Tensor, head_cls: Tensor) -> None:
         """Summaries, page ranges and page starts of whole sequences, from what any owner stores."""
@@ -111,7 +116,9 @@ class EagerLayer:
             blocks = (int(step.row_pos[rows].max()) // config.block - config.local_blocks) + 1
             if blocks <= 0:
                 continue
-            index = view.index(seq, blocks, head_cls)
+            if seq not in self._places:
+                self._places[seq] = view.summary_places(seq, blocks)
+            index = view.index(seq, blocks, head_cls, self._places[seq])
             for part in rows.split(max(1, _SCORES // blocks)):
                 picked = self._select_rows(index_query[part], part, index, scale, floor)
                 ids[part], bias[part] = picked.ids, picked.bias
@@ -123,10 +130,11 @@ class EagerLayer:
         config = self.step.config
         position = self.step.row_pos[rows].long()
         at = torch.arange(len(index.summaries), device=rows.device)
-        remote = at <= (position // config.block - config.local_blocks)[:, None]
-        candidate = remote & index.holds(self.coordinates[rows, 3].long() + 1)
-        restricted = candidate.any(1, keepdim=True)
-        candidate = torch.where(restricted, candidate, remote)
+        candidate = at <= (position // config.block - config.local_blocks)[:, None]
+        wanted = self.coordinates[rows, 3].long() + 1
+        if bool((wanted > 0).any()):
+            restricted = candidate & index.holds(wanted)
+            candidate = torch.where(restricted.any(1, keepdim=True), restricted, candidate)
         exact = exact_dtype(rows.device)
         score = reference.block_scores(query.to(exact), index.summaries.to(exact), scale).float()
         return reference.select(score, candidate, position, config, floor)
@@ -136,25 +144,35 @@ class BlockIndex:
     """What selection knows of the first B blocks of one sequence.
 
     summaries   [B, D]
-    pages       [B, 2]       smallest and largest `image_page + 1` in each, 0 for none
-    tokens      [B, block]   `image_page + 1` of each token, 0 for none; only looked at for blocks
-                             with a page strictly between the two
+    pages       gives [B, 2]: smallest and largest `image_page + 1` in each, 0 for none
+    tokens      gives [n, block] for n blocks: `image_page + 1` of each token, 0 for none
+
+    Pages are only asked for when a row has one, tokens only for blocks with a page strictly between
+    the two.
     """
 
-    def __init__(self, summaries: Tensor, pages: Tensor, tokens: Tensor) -> None:
+    def __init__(
+        self,
+        summaries: Tensor,
+        pages: Callable[[], Tensor],
+        tokens: Callable[[Tensor], Tensor],
+    ) -> None:
         self.summaries = summaries
-        self.pages = pages
+        self._pages = functools.cache(pages)
         self._tokens = tokens
 
     def holds(self, wanted: Tensor) -> Tensor:
-        """Does block b hold an image token with `image_page + 1 == wanted[n]`? `[N]` to `[N, B]`;
-        never for 0.
+        """Does block b hold an image token with `image_page + 1 == wanted[n]`? `[N]` to `[N, B]`.
+
+        Never for 0.
         """
-        low, high = self.pages[:, 0], self.pages[:, 1]
+        low, high = self._pages().unbind(1)
         page = wanted[:, None]
         inside = (low <= page) & (page <= high) & (page > 0)
         row, block = (inside & (low < page) & (page < high)).nonzero(as_tuple=True)
-        inside[row, block] = (self._tokens[block] == wanted[row, None]).any(1)
+        if len(row):
+            several, at = block.unique(return_inverse=True)
+            inside[row, block] = (self._tokens(several)[at] == wanted[row, None]).any(1)
         return inside
 
 
@@ -321,38 +339,41 @@ class CacheView:
         low = big.amin(1)
         return torch.stack([torch.where(low < 1 << 20, low, 0), pages.amax(1)], 1)
 
-    def index(self, seq: int, blocks: int, head_cls: Tensor) -> BlockIndex:
-        """Summaries and pages of the first `blocks` blocks of a sequence, trusted as the step
-        says.
-        """
+    def index(
+        self, seq: int, blocks: int, head_cls: Tensor, places: tuple[Tensor, Tensor]
+    ) -> BlockIndex:
+        """The first `blocks` blocks of a sequence, trusted as the step says."""
         step, size = self.step, self.config.block
         first = torch.arange(blocks, device=self.cache.device) * size
         seqs = torch.full_like(first, seq)
+
+        def tokens(chosen: Tensor) -> Tensor:
+            return self.image_pages(seqs[chosen], first[chosen])
+
         if step.trust is Trust.NONE:
-            tokens = self.image_pages(seqs, first)
-            return BlockIndex(
-                self.summarize(seqs, first, head_cls), self.page_range(tokens), tokens
-            )
-        summaries = self.stored_summaries(seqs, first)
+            made = self.summarize(seqs, first, head_cls)
+            return BlockIndex(made, lambda: self.page_range(self.image_pages(seqs, first)), tokens)
+        block, offset = places
+        head = torch.full_like(block, step.kv_heads)
+        halves = layout.read_lines(self.cache, block, head, offset)
+        summaries = halves[..., layout.summary_at(self.dim) :].flatten(1)
         if step.trust is Trust.PREFIX and step.prefix_lens is not None:
             later = first + size > step.prefix_lens[seq]
             summaries[later] = self.summarize(seqs[later], first[later], head_cls)
-        ends = [self.bytes(seqs, first, at, 2) for at in (layout.LOW, layout.HIGH)]
-        pages = torch.stack(ends, 1)
-        tokens = torch.zeros(blocks, size, dtype=torch.int64, device=first.device)
-        several = pages[:, 1] - pages[:, 0] > 1
-        if bool(several.any()):
-            tokens[several] = self.image_pages(seqs[several], first[several])
+
+        def pages() -> Tensor:
+            ends = [self.bytes(seqs, first, at, 2) for at in (layout.LOW, layout.HIGH)]
+            return torch.stack(ends, 1)
+
         return BlockIndex(summaries, pages, tokens)
 
-    def stored_summaries(self, seqs: Tensor, first: Tensor) -> Tensor:
-        """Summaries `[n, D]` as they lie in rows t and t + 1 of blocks that begin at t."""
-        half = layout.summary_at(self.dim)
-        parts = []
-        for i in range(2):
-            block, offset = self._at(seqs, first + i)
-            parts.append(self.aux[block, offset, half:])
-        return torch.cat(parts, 1)
+    def summary_places(self, seq: int, blocks: int) -> tuple[Tensor, Tensor]:
+        """Cache block and offset `[blocks, 2]` of the rows t and t + 1 that hold a summary's
+        halves.
+        """
+        first = torch.arange(blocks, device=self.cache.device)[:, None] * self.config.block
+        both = first + torch.arange(2, device=first.device)
+        return self._at(torch.full_like(both, seq), both)
 
 
 def row_coordinates(view: CacheView, step: Step, live: Tensor) -> Tensor:

@@ -380,6 +380,7 @@ def describe(
             num_blocks=shape.num_blocks,
             block_size=shape.block_size,
             max_model_len=max_model_len,
+            recomputed=recomputed,
         )
     return Step(
         config=config,

@@ -25,11 +25,15 @@ def rotate(
     """Rotate the pairs `(x[j], x[j + D / 2])` of rows `x [N, ..., D]` by their angles; gives
     `dtype`.
     """
+    return turn(x, angles(tok, page, config, x.shape[-1], dtype))
+
+
+def turn(x: Tensor, angle: Tensor) -> Tensor:
+    """Rotate rows `x [N, ..., D]` by `angle [N, D / 2]`, in the angle's type."""
     half = x.shape[-1] // 2
-    angle = angles(tok, page, config, x.shape[-1], dtype)
     angle = angle.reshape(len(x), *[1] * (x.dim() - 2), half)
     cos, sin = angle.cos(), angle.sin()
-    low, high = x[..., :half].to(dtype), x[..., half:].to(dtype)
+    low, high = x[..., :half].to(angle.dtype), x[..., half:].to(angle.dtype)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
 
 

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from dash_portable.segments.places import token_places
+from dash_portable.cache import places, read_lines
 from dash_portable.segments.rows import slot_count, slot_tokens, spans
 from dash_portable.step import Step
 
@@ -29,39 +29,37 @@ class Runner:
         """Nothing was read from the step's tensors yet."""
 
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
-        for part in torch.arange(self.step.num_rows, device=query.device).split(self._rows):
+        out.zero_()
+        for part in (self.step.row_pos >= 0).nonzero().flatten().split(self._rows):
             out[part] = self._attend(query[part], cache, ids[part], bias[part], part).to(out.dtype)
 
     def _attend(
         self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, rows: Tensor
     ) -> Tensor:
-        step, config = self.step, self.step.config
-        keys, values, used = gather_rows(step, cache, ids, rows)
-        prior = bias.float().repeat_interleave(config.block, 1)
-        prior = torch.cat([prior, prior.new_zeros(len(rows), config.local)], 1)
+        step = self.step
+        keys, values, mask = gather_rows(step, cache, ids, bias, rows)
         grouped = query.float().unflatten(1, (step.kv_heads, step.group))
-        logit = torch.einsum("nhgd,nthd->nhgt", grouped, keys) / math.sqrt(step.head_dim)
-        logit = logit + prior[:, None, None]
-        weight = logit.masked_fill(~used[:, None, None], -torch.inf).softmax(-1)
-        # A row of padding has no key at all: its softmax is no number, its output is zero.
-        weight = weight.masked_fill(~used.any(1)[:, None, None, None], 0.0)
-        return torch.einsum("nhgt,nthd->nhgd", weight, values).flatten(1, 2)
+        logit = torch.einsum("nhgd,nhtd->nhgt", grouped, keys) / math.sqrt(step.head_dim)
+        weight = (logit + mask[:, None, None]).softmax(-1)
+        return torch.einsum("nhgt,nhtd->nhgd", weight, values).flatten(1, 2)
 
 
 def gather_rows(
-    step: Step, cache: Tensor, ids: Tensor, rows: Tensor
+    step: Step, cache: Tensor, ids: Tensor, bias: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values float32 `[n, W, H, D]` of the given rows, and which of the W slots are used
-    `[n, W]`.
+    """Keys and values float32 `[n, H, W, D]` of live rows, and what is added to their logits `[n,
+    W]`.
 
-    Unused slots hold zeros.
+    Slots that a row does not use repeat its own token, which is never NaN, under a mask of -inf.
     """
-    config = step.config
-    where = spans(step.row_pos[rows], ids, block=config.block, local=config.local)
+    config, position = step.config, step.row_pos[rows]
+    where = spans(position, ids, block=config.block, local=config.local)
     token, used = slot_tokens(where, block=config.block, local=config.local)
-    block, place = token_places(
-        token, used, step.row_seq[rows], step.block_table, block_size=step.block_size
-    )
-    both = cache[block, :-1, place].float()
-    both = both.masked_fill(~used[..., None, None], 0.0)
-    return both[..., : step.head_dim], both[..., step.head_dim :], used
+    token = torch.where(used, token, position[:, None]).long()
+    block, place = places(step.block_table, step.row_seq[rows, None], token, step.block_size)
+    heads = torch.arange(step.kv_heads, device=rows.device)[:, None]
+    both = read_lines(cache, block[:, None], heads, place[:, None]).float()
+    prior = bias.float().repeat_interleave(config.block, 1)
+    prior = torch.cat([prior, prior.new_zeros(len(rows), config.local)], 1)
+    mask = prior.masked_fill(~used, -torch.inf)
+    return both[..., : step.head_dim], both[..., step.head_dim :], mask

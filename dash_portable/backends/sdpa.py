@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dash_portable.backends.eager import gather_rows
+from dash_portable.cache import read_lines
 from dash_portable.segments.given import given_slots
 from dash_portable.segments.rows import slot_count
 from dash_portable.step import Step
@@ -66,16 +67,11 @@ class Runner:
     def _gather(
         self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, rows: Tensor
     ) -> Tensor:
-        step, config = self.step, self.step.config
-        keys, values, used = gather_rows(step, cache, ids, rows)
-        prior = bias.float().repeat_interleave(config.block, 1)
-        prior = torch.cat([prior, prior.new_zeros(len(rows), config.local)], 1)
-        mask = prior.masked_fill(~used, -torch.inf)[:, None, None]
+        step = self.step
+        keys, values, mask = gather_rows(step, cache, ids, bias, rows)
         # [n, H, G, D]: the query heads of a kv head stand where the query tokens would.
         grouped = query.float().unflatten(1, (step.kv_heads, step.group))
-        out = scaled_dot_product_attention(
-            grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
-        )
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None])
         return out.flatten(1, 2)
 
 
@@ -145,7 +141,8 @@ class SequenceBlocks:
         """Keys and values `[H, count, D]` of tokens first.. of the sequence, float32."""
         token = torch.arange(first, first + count, device=self.table.device)
         size = self.step.block_size
-        both = self.cache[self.table[token // size], :-1, token % size].float().transpose(0, 1)
+        heads = torch.arange(self.step.kv_heads, device=token.device)[:, None]
+        both = read_lines(self.cache, self.table[token // size], heads, token % size).float()
         return both[..., : self.step.head_dim], both[..., self.step.head_dim :]
 
     def _meet(
