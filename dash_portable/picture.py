@@ -120,11 +120,12 @@ def selection(
         _panel(left, reading, document, config, first, last)
         _keys(right, reading, first, last)
         left.set_ylabel(f"rows of the {name} (query tokens)", fontsize=9)
+        thin = 0.5 if len(runs) < 20 else 0.15
         for _, begin, end in runs:
-            left.axvline(begin, color="#888888", linewidth=0.5)
-            left.axvline(end, color="#888888", linewidth=0.5)
+            left.axvline(begin, color="#888888", linewidth=thin)
+            left.axvline(end, color="#888888", linewidth=thin)
             if name == "prompt":
-                left.axhline(begin, color="#888888", linewidth=0.5)
+                left.axhline(begin, color="#888888", linewidth=thin)
     top, bottom = grid[0][0], grid[-1][0]
     _label_runs(top, runs, tokens)
     if answer:
@@ -173,18 +174,11 @@ def _label_answer(axes: Any, document: Document) -> None:
     if IMAGE not in document.prompt:
         return
     turns = [prompt + i for i, role in enumerate(document.answer) if role == MARKER]
-    for i, turn in enumerate(turns):
+    for i, turn in enumerate(turns if len(turns) <= 24 else []):
         axes.axhline(turn, color="#888888", linewidth=0.5)
-        if len(turns) <= 24:
-            axes.text(
-                len(document) * 0.995,
-                turn,
-                f"reads page {i + 1} ",
-                fontsize=7,
-                ha="right",
-                va="top",
-                color="white",
-            )
+        edge = len(document) * 0.995
+        words = f"reads page {i + 1} "
+        axes.text(edge, turn, words, fontsize=7, ha="right", va="top", color="white")
 
 
 def bars(path: Path, title: str, groups: Mapping[str, Mapping[str, float]], unit: str) -> None:

@@ -65,16 +65,23 @@ def median_of(call: Call, device: torch.device, budget: float, least: int = 3) -
 
 
 def _capture(call: Call, device: torch.device, times: int) -> _Graph | None:
-    """A graph of so many calls; None where this device's torch has no graphs."""
+    """A graph of so many calls; None where torch has no graphs here, or the call does not let
+    itself be captured.
+    """
     room: Any = torch.get_device_module(device)
     kind = getattr(room, "CUDAGraph", None) or getattr(room, "XPUGraph", None)
     if kind is None or not hasattr(room, "graph"):
         return None
     graph: Any = kind()
     scope: AbstractContextManager[object] = room.graph(graph)
-    with scope:
-        for _ in range(times):
-            call()
+    try:
+        with scope:
+            for _ in range(times):
+                call()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # it waits for the device: then it is measured as it is
+        return None
     settle(device)
     captured: _Graph = graph
     return captured
