@@ -3,6 +3,7 @@
     python benchmarks/tune_prefill.py                       everything; the table comes last
     python benchmarks/tune_prefill.py --only random-32768,pages-131072 --no-tune
     python benchmarks/tune_prefill.py --json out.json
+    python benchmarks/tune_prefill.py --check               the interpreter's tests, compiled
 
 Every variant is compiled first, in parallel processes. Times are medians of CUDA-graph replays (L2
 warm); a kernel's time is that of its launcher with the other kernels left out. bf16, 10 heads of
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -479,6 +482,65 @@ def compile_all(share: int, of: int) -> None:
                 print(f"compile {launch}: {str(error)[:200]}", flush=True)
 
 
+def checks() -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """The cases of tests/kernels/test_*_prefill.py that need nothing of pytest."""
+    if importlib.util.find_spec("pytest") is None:  # its decorators say nothing that is used here
+        kept = types.SimpleNamespace()
+        kept.parametrize = kept.filterwarnings = lambda *args, **options: lambda test: test
+        sys.modules["pytest"] = types.SimpleNamespace(mark=kept)
+    from tests.kernels import test_attend_prefill as attending
+    from tests.kernels import test_select_prefill as selecting
+
+    found: list[tuple[str, Any, tuple[Any, ...]]] = []
+    for dtype in selecting.DTYPES:
+        found += [(f"select {n}", selecting.test_select, (n, dtype)) for n in selecting.BATCHES]
+        found += [(f"attend {f}", attending.test_attend, (f, dtype)) for f in attending.FORMS]
+    for kind in ("equal", "falling", "rising", "two", "stripes", "zeros"):
+        found.append((f"order {kind}", selecting.test_ties_and_orders, (kind,)))
+    for scale in (20.0, 0.0, -3.0, 1e-3):
+        found.append((f"no numbers {scale}", selecting.test_scores_that_are_no_numbers, (scale,)))
+    for form in ("by-block", "by-tile", "by-tile-two"):
+        for size in (8, 16, 48, 64, 128):
+            found.append((f"cache blocks {form} {size}", attending.test_cache_blocks, (form, size)))
+        for shape in ((1, 4, 64), (3, 2, 128), (1, 1, 80)):
+            found.append((f"heads {form} {shape}", attending.test_heads_and_widths, (form, *shape)))
+    for test in (
+        selecting.test_many_blocks_take_both_passes,
+        selecting.test_a_row_is_the_same_in_any_batch,
+        selecting.test_a_page_table_holds_before_its_row_is_stored,
+        selecting.test_no_rows_with_a_page,
+        attending.test_unions_and_lists,
+        attending.test_chunks_reuse_one_buffer,
+        attending.test_the_nearest_block_stops_at_the_local_window,
+        attending.test_what_lies_beside_a_sequence_does_not_count,
+    ):
+        found.append((test.__name__, test, ()))
+    return found
+
+
+def run_checks(share: int, of: int) -> int:
+    """This process's part of the checks; the number that failed."""
+    failed = 0
+    for number, (name, test, args) in enumerate(checks()):
+        if number % of == share:
+            try:
+                test(*args)
+            except Exception as error:  # each is reported; the exit code counts them
+                failed += 1
+                print(
+                    f"FAILED {name} {args}: {type(error).__name__} {str(error)[:300]}", flush=True
+                )
+    return failed
+
+
+def in_parallel(flag: str) -> list[int]:
+    """This script with `flag i/n` in n processes; their exit codes."""
+    many = min(16, os.cpu_count() or 1)
+    command = [sys.executable, __file__, flag]
+    children = [subprocess.Popen([*command, f"{n}/{many}"]) for n in range(many)]
+    return [child.wait() for child in children]
+
+
 def tune(work: Work, kernels: list[str]) -> tuple[PrefillRow, dict[str, Any]]:
     """The fastest variant of each kernel, one kernel after another."""
     launch, found = work.launch, {}
@@ -580,21 +642,22 @@ def main() -> None:
     parser.add_argument("--no-tune", action="store_true", help="the shipped launch rows only")
     parser.add_argument("--no-dense", action="store_true")
     parser.add_argument("--json", help="file for all figures")
+    parser.add_argument("--check", nargs="?", const="all", help="run the kernels' tests compiled")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compile:
         compile_all(*map(int, args.compile.split("/")))
         return
+    if args.check == "all":
+        codes = in_parallel("--check")
+        print(f"{len(checks())} checks, failed: {sum(codes)}")
+        sys.exit(int(any(codes)))
+    if args.check:
+        sys.exit(run_checks(*map(int, args.check.split("/"))))
     begin = time.time()
     if not args.no_tune:
-        many = min(16, os.cpu_count() or 1)
-        command = [sys.executable, __file__, "--compile"]
-        children = [subprocess.Popen([*command, f"{n}/{many}"]) for n in range(many)]
-        print(
-            "compiled, exit codes",
-            sorted({c.wait() for c in children}),
-            f"{time.time() - begin:.0f} s",
-        )
+        codes = sorted(set(in_parallel("--compile")))
+        print(f"compiled, exit codes {codes}, {time.time() - begin:.0f} s")
     print(torch.__version__, triton.__version__, torch.cuda.get_device_name(0), flush=True)
     names = args.only.split(",") if args.only else list(WORKLOADS)
     results, launches = [], {}
