@@ -274,17 +274,23 @@ def check(lines: list[str], once: bool) -> None:
 
 
 def oracle(case: Case, query: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
-    from dash_portable.backends.eager import gather_rows
-
-    keys, values, used = gather_rows(
-        case.step, case.cache, ids, torch.arange(case.rows, device=DEVICE)
-    )
-    prior = bias.double().repeat_interleave(BS, 1)
-    prior = torch.cat([prior, prior.new_zeros(case.rows, CONFIG.local)], 1)
-    grouped = query.double().unflatten(1, (case.step.kv_heads, case.step.group))
-    logit = torch.einsum("nhgd,nthd->nhgt", grouped, keys.double()) / D**0.5 + prior[:, None, None]
-    weight = logit.masked_fill(~used[:, None, None], -torch.inf).softmax(-1)
-    return torch.einsum("nhgt,nthd->nhgd", weight, values.double()).flatten(1, 2)
+    """Attention in float64 on the given selection, row by row."""
+    out = torch.zeros(query.shape, dtype=torch.float64, device=DEVICE)
+    within = torch.arange(BS, device=DEVICE)
+    for n in range(case.rows):
+        p = int(case.step.row_pos[n])
+        lo = max(p + 1 - CONFIG.local, 0)
+        far = ids[n][:, None] * BS + within
+        ok = (ids[n][:, None] >= 0) & (far < lo)
+        near = torch.arange(lo, p + 1, device=DEVICE)
+        token = torch.cat([far[ok], near])
+        prior = torch.cat([bias[n][:, None].expand(-1, BS)[ok], torch.zeros_like(near)]).double()
+        block = case.table[n, token // P].long()
+        both = case.cache[block, :-1, token % P].double()  # [T, H, 2 D]
+        grouped = query[n].double().unflatten(0, (case.step.kv_heads, case.step.group))
+        logit = torch.einsum("hgd,thd->hgt", grouped, both[..., :D]) / D**0.5 + prior
+        out[n] = torch.einsum("hgt,thd->hgd", logit.softmax(-1), both[..., D:]).flatten(0, 1)
+    return out
 
 
 def cases(context: int, pages: bool) -> Iterator[Case]:

@@ -1,12 +1,37 @@
-"""Gather and merge, beside the gather of the eager backend and the oracle's merge."""
+"""Gather and merge, beside a plain gather and the segments' own merge."""
 
 import pytest
 import torch
 
-from dash_portable.backends.eager import gather_rows
 from dash_portable.kernels import gather, merge
 from dash_portable.segments.merge import merge_segments
 from tests.kernels.world import Text, World, feed
+
+
+def gathered(world, step, ids):
+    """Keys and values [N, W, H, D] of each row's slots, zeros where none is used, and which are."""
+    config, rows = world.config, step.num_rows
+    slots = (config.topk + config.local_blocks) * config.block
+    both = torch.zeros(rows, slots, world.kv_heads, 2 * world.width, dtype=world.dtype)
+    live = torch.zeros(rows, slots, dtype=torch.bool)
+    for n in range(rows):
+        p = int(step.row_pos[n])
+        lo = max(p + 1 - config.local, 0)
+        tokens = [
+            *[
+                int(b) * config.block + t if b >= 0 else lo
+                for b in ids[n]
+                for t in range(config.block)
+            ],
+            *range(lo, lo + config.local),
+        ]
+        for slot, token in enumerate(tokens):
+            end = lo if slot < config.topk * config.block else p + 1
+            if token < end:
+                block = int(step.block_table[n, token // world.block_size])
+                both[n, slot] = world.cache[block, :-1, token % world.block_size]
+                live[n, slot] = True
+    return both[..., : world.width], both[..., world.width :], live
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -34,9 +59,9 @@ def test_gather(dtype, biased, block_size, width):
         *value.stride()[:2],
         2, width, padded, block_size, bs, bs, local, topk, biased,
     )  # fmt: skip
-    keys, values, live = gather_rows(step, world.cache, ids, torch.arange(5))
-    assert torch.equal(key[..., :width].float(), keys.flatten(0, 1))
-    assert torch.equal(value.float(), values.flatten(0, 1))
+    keys, values, live = gathered(world, step, ids)
+    assert torch.equal(key[..., :width], keys.flatten(0, 1))
+    assert torch.equal(value, values.flatten(0, 1))
     far = live[:, : topk * bs].unflatten(1, (topk, bs)).sum(2)
     assert used.tolist() == torch.cat([far, live[:, topk * bs :].sum(1, keepdim=True)], 1).tolist()
     if biased:
