@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import dash_portable
-from dash_portable.backends import BACKENDS, flash_versions, probe
+from dash_portable.backends import BACKENDS, flash_attn, flash_versions, probe
 from dash_portable.backends.flash_attn_cute import FlashAttentionCuTeDSLCompileSpec
 from dash_portable.backends.spec import Backend
 from dash_portable.errors import ArgumentError, BackendError
@@ -153,6 +153,19 @@ def test_vllms_copy_says_which_generation_it_lacks(
     vllm_flash_attn.SM100.install(monkeypatch, tmp_path)
     assert "FA3 is only supported" in outcome("vllm_flash_attn3_gather", "h200")
     assert "CUDA only" in outcome("vllm_flash_attn2_gather", "mi300x")
+
+
+def test_the_switch_for_amds_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Missing where it is needed it is named; set where it harms, the library is refused."""
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    name = "FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE"
+    assert name in flash_attn.flash2_check(MACHINES["rx7900"])
+    assert name not in flash_attn.flash2_check(MACHINES["h200"])
+    flash_attn2.TRITON.install(monkeypatch, tmp_path)
+    interface = package("flash_attn.flash_attn_interface", USE_TRITON_ROCM=True)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+    assert "unset it" in flash_attn.flash2_check(MACHINES["h200"])
+    assert flash_attn.flash2_check(MACHINES["rx7900"]) == ""
 
 
 # --- FlashAttention's versions ------------------------------------------------------------------

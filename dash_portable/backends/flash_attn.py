@@ -7,6 +7,7 @@ of what follows differs between these packages.
 
 from __future__ import annotations
 
+import sys
 from typing import ClassVar
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from dash_portable.segments import Addressing, Call, InPlace, Library, OneSegmen
 VARLEN = "flash_attn_varlen_func"
 FLASH3_MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
 COPY = "vllm.vllm_flash_attn"
+TRITON_SWITCH = "FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE"
 
 
 class Flash2(Library):
@@ -195,8 +197,18 @@ def flash3_module() -> str:
 
 
 def flash2_check(platform: Platform) -> str:
-    """Why generation 2 cannot be used, or ""."""
-    return reason(("flash_attn", VARLEN, ("return_attn_probs",)))
+    """Why generation 2 cannot be used, or "".
+
+    On AMD it has two engines, and a variable picks the second; set on another vendor's machine, it
+    has given wrong numbers there.
+    """
+    found = reason(("flash_attn", VARLEN, ("return_attn_probs",)))
+    if found and platform.vendor is Vendor.AMD:
+        return f"{found} (built without CK, it needs {TRITON_SWITCH} when Python starts)"
+    interface = sys.modules.get("flash_attn.flash_attn_interface")
+    if platform.vendor is not Vendor.AMD and getattr(interface, "USE_TRITON_ROCM", False):
+        return f"flash_attn was imported with {TRITON_SWITCH}, its engine for AMD: unset it"
+    return found
 
 
 def flash3_check(platform: Platform) -> str:
