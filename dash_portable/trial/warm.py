@@ -22,7 +22,6 @@ from dash_portable.trial.feed import settle
 # What a server may call; each takes kernels of its own.
 STEP, ESTABLISHED, SHARING = "step", "established", "sharing"
 CALLS = (STEP, ESTABLISHED, SHARING)
-_TRUSTS = {STEP: (Trust.CACHED,), SHARING: (Trust.CACHED,), ESTABLISHED: (Trust.NONE, Trust.PREFIX)}
 
 Progress = Callable[[str, int, int], None]
 
@@ -47,6 +46,56 @@ class Warmed:
     seconds: float
     backends: dict[str, str]
     compiled: tuple[Compiled, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of step: how many rows its sequences bring, and what kernels tell apart besides.
+
+    given       rows bring their coordinates in `positions`
+    recomputed  coordinates always come from there
+    shared      a page table is given
+    stores      only stores, as `cache_dash_prefill`: without and with summaries
+    """
+
+    lengths: tuple[int, ...]
+    trust: Trust = Trust.CACHED
+    given: bool = False
+    recomputed: bool = False
+    shared: bool = False
+    stores: bool = False
+
+    @property
+    def decoding(self) -> bool:
+        return max(self.lengths) == 1
+
+    def __str__(self) -> str:
+        many = f"{len(self.lengths)} x {max(self.lengths)} rows"
+        traits = ("given", "recomputed", "shared", "stores")
+        told = [trait for trait in traits if getattr(self, trait)]
+        return " ".join([many, f"trust={self.trust.value}", *told])
+
+
+def kinds(call: str, rows: Sequence[int], longest: int) -> list[Kind]:
+    """The kinds of step behind a call of CALLS, with `rows` sequences decoded together."""
+    decode = [(1,) * n for n in rows]
+    prompts = [(n,) for n in (longest, longest // 16 * 16, 17, 2)]
+    mixed = [(longest, 1), (17, 2, 1), (16,) * 16, (3,) * 17]
+    found = list[Kind]()
+    if call == ESTABLISHED:
+        for trust in Trust:
+            found += [Kind(lengths=n, trust=trust) for n in decode]
+            found += [Kind(lengths=n, trust=trust, given=True) for n in decode]
+        for trust in (Trust.CACHED, Trust.PREFIX):
+            found += [
+                Kind(lengths=n, trust=trust, given=True, recomputed=True) for n in [(1,), *prompts]
+            ]
+        return [*found, *(Kind(lengths=n, given=True, stores=True) for n in [(1,), *prompts])]
+    sharing = call == SHARING
+    found += [Kind(lengths=n, shared=sharing) for n in decode]
+    return found + [
+        Kind(lengths=n, given=True, shared=sharing) for n in [*decode, *prompts, *mixed]
+    ]
 
 
 @contextlib.contextmanager
@@ -115,59 +164,53 @@ class _Scratch:
         self.roles, self.positions = roles, prompt_positions(roles)
         self.head_cls = torch.zeros(config.index_dim, dtype=server.dtype, device=server.device)
 
-    def step(self, query_lens: Sequence[int], call: str, trust: Trust, *, graph: bool) -> Step:
-        """Sequences of which the first of several rows are prompts, and single rows are decoded."""
-        server, count = self.server, len(query_lens)
-        decoding = max(query_lens) == 1
-        rows = [range(self.held, self.held + 1) if n == 1 else range(n) for n in query_lens]
+    def step(self, kind: Kind) -> Step:
+        """A step of a kind: sequences of one row decode it, the others are prompts."""
+        server, count, on = self.server, len(kind.lengths), self.server.device
+        rows = [range(self.held, self.held + 1) if n == 1 else range(n) for n in kind.lengths]
         token = torch.tensor([t for of in rows for t in of])
         slots = self.table[token // server.block_size].long() * server.block_size
         slots += token % server.block_size
         known = token.clamp_max(self.held - 1)
-        positions = self.positions[:, known].clone()
-        positions[3, token == self.held] = 0
-        on = server.device
-        shared = torch.tensor([[[0, 0], [0, self.held]]], dtype=torch.int32).repeat(count, 1, 1)
+        pages = torch.tensor([[[0, 0], [0, self.held]]], dtype=torch.int32).repeat(count, 1, 1)
+        prefix = torch.zeros(count, dtype=torch.int32)
         return describe(
-            list(query_lens),
+            list(kind.lengths),
             [of[-1] + 1 for of in rows],
             self.table.repeat(count, 1).to(on),
             slots.to(on),
             self.roles[known].to(on),
-            None if decoding else positions.to(on),
+            self.positions[:, known].to(on) if kind.given else None,
             config=server.config,
             cache=self.cache,
             max_model_len=server.max_model_len,
-            num_heads=server.heads,
-            max_query_len=1 if decoding else None,
-            page_table=shared.to(on) if call == SHARING else None,
-            trust=trust,
-            prefix_lens=torch.zeros(count, dtype=torch.int32, device=on)
-            if trust is Trust.PREFIX
-            else None,
-            graph=graph,
+            num_heads=server.kv_heads if kind.stores else server.heads,
+            page_table=pages.to(on) if kind.shared else None,
+            trust=kind.trust,
+            prefix_lens=prefix.to(on) if kind.trust is Trust.PREFIX else None,
+            recomputed=kind.recomputed,
+            graph=server.graph and kind.decoding,
         )
 
-    def inputs(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def run(self, kind: Kind) -> str:
+        """Run a step of a kind; who attended, or "" if nobody did."""
+        step = self.step(kind)
+        rows = self.inputs(step.num_rows, step.heads)
+        if kind.stores:
+            for head_cls in (None, self.head_cls):
+                shared_layer(step).store(*rows, self.cache, head_cls)
+            return ""
+        choice, shared, runner = serve(step, self.server.backend)
+        DashStep(step, choice, shared, runner).run(*rows, self.cache, self.head_cls, 0)
+        return choice.required().name
+
+    def inputs(self, rows: int, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         server, width = self.server, self.server.config.index_dim
 
         def ones(*shape: int) -> Tensor:
             return torch.ones(rows, *shape, width, dtype=server.dtype, device=server.device)
 
-        return ones(server.heads), ones(server.kv_heads), ones(server.kv_heads), ones(), ones()
-
-
-def _shapes(call: str, max_rows: int, longest: int) -> list[list[int]]:
-    """Query lengths of the steps to run.
-
-    How many rows are decoded together decides tiles and splits, so every number is tried for the
-    main call, and for the others those where a table of launches can change.
-    """
-    counts = range(1, max_rows + 1)
-    few = [n for n in counts if n < 4 or n == max_rows or (n & (n - 1)) == 0 or (n - 1) % 64 == 0]
-    decode = [[1] * n for n in (counts if call == STEP else few)]
-    prompts = [n for n in (longest, longest // 16 * 16, 17, 2) if n > 1]
-    return [*decode, *([n] for n in prompts), [longest, 1], [17, 2, 1], [16] * 16, [3] * 17]
+        return ones(heads), ones(server.kv_heads), ones(server.kv_heads), ones(), ones()
 
 
 def warm_up(
@@ -185,29 +228,19 @@ def warm_up(
     Raises UnsupportedError when nobody, or not the forced backend, can serve.
     """
     scratch, compiled, backends = _Scratch(server), list[Compiled](), dict[str, str]()
-    plans = [
-        (call, trust, lengths)
-        for call in calls
-        for trust in _TRUSTS[call]
-        for lengths in _shapes(call, max_rows, scratch.held)
-    ]
+    rows: Sequence[int] = range(1, max_rows + 1)
+    if server.device.type == "cpu":  # nothing compiles: a few show that the steps run
+        rows = sorted({1, 2, max_rows})
+    plans = list(dict.fromkeys(k for call in calls for k in kinds(call, rows, scratch.held)))
     begin = time.perf_counter()
-    for done, (call, trust, lengths) in enumerate(plans):
-        decoding = max(lengths) == 1
-        kind = f"decode x {len(lengths)}" if decoding else f"prefill {lengths[:3]} x {len(lengths)}"
-        name = f"{call}, {trust.value}: {kind}"
-        progress(name, done, len(plans))
+    for done, kind in enumerate(plans):
+        progress(str(kind), done, len(plans))
         with compilations() as seen:
-            step = scratch.step(lengths, call, trust, graph=server.graph and decoding)
-            choice, shared, runner = serve(step, server.backend)
-            planned = DashStep(step, choice, shared, runner)
-            rows = scratch.inputs(step.num_rows)
-            planned.run(*rows, scratch.cache, scratch.head_cls, 0)
-            if call == ESTABLISHED and not decoding:
-                shared.store(*rows, scratch.cache, None)
+            name = scratch.run(kind)
             settle(server.device)
-        compiled += [Compiled(kernel=k, step=name, signature=text) for k, text in seen]
-        backends["decode" if decoding else "prefill"] = choice.required().name
+        compiled += [Compiled(kernel=k, step=str(kind), signature=text) for k, text in seen]
+        if name:
+            backends["decode" if kind.decoding else "prefill"] = name
     if ESTABLISHED in calls:
         compiled += _rebuilt(scratch)
     return Warmed(
