@@ -50,6 +50,7 @@ SELECTS = [
         (64, 4, 1024, False),
     ]
 ]
+CHECKED = [SELECTS[1], SELECTS[5], SELECTS[10], SELECTS[-1]]
 ATTENDS = [
     launch.AttendRow(split=split, warps=warps, ticket=ticket)
     for split, warps, ticket in [
@@ -219,7 +220,7 @@ def wrong_rows(case: Case, found: tuple[Tensor, Tensor], wanted: tuple[Tensor, T
     return f"{int((~same).sum())} of {case.rows} rows differ, bias {float(bias):.1e}"
 
 
-def check(lines: list[str], once: bool) -> None:
+def check(lines: list[str]) -> None:
     """Against the eager layer on this GPU, all rows of all variants the same bits, alone as in the
     batch.
     """
@@ -238,7 +239,7 @@ def check(lines: list[str], once: bool) -> None:
         )
         exact = oracle(case, query, ids, bias)
         worst = 0.0
-        for row in ATTENDS if not once else ATTENDS[:1]:
+        for row in ATTENDS:
             out = torch.full_like(query, torch.nan)
             runner = case.runner(row)
             for _ in range(3):
@@ -247,7 +248,7 @@ def check(lines: list[str], once: bool) -> None:
             worst = max(worst, float(error))
         lines.append(f"      attention, all {len(ATTENDS)} rows: relative error {worst:.1e}")
         bad = []
-        for row in SELECTS if not once else SELECTS[:1]:
+        for row in CHECKED:
             again = case.layer(row)
             for one in (selected(case, again), prepared(case, again)):
                 one()
@@ -304,13 +305,13 @@ def short(row: launch.SelectRow) -> str:
     return f"tile {row.tile} programs {row.programs} warps {row.warps}{merged}"
 
 
-def tune_select(lines: list[str], once: bool, pages: bool) -> None:
+def tune_select(lines: list[str], *, pages: bool) -> None:
     for case in cases(1 << 17, pages):
         times = {}
         for row in SELECTS:
             call = selected(case, case.layer(row))
             call()
-            times[row] = 0.0 if once else cold_us(call)
+            times[row] = cold_us(call)
         best = sorted(times, key=times.__getitem__)[:4]
         text = "; ".join(f"{times[row]:.1f} ({short(row)})" for row in best)
         lines.append(
@@ -319,14 +320,14 @@ def tune_select(lines: list[str], once: bool, pages: bool) -> None:
         )
 
 
-def tune_attend(lines: list[str], once: bool) -> None:
+def tune_attend(lines: list[str]) -> None:
     for case in cases(1 << 15, False):
         launch.SELECT = dict(TABLES[0])
         layer, times = case.layer(), {}
         for row in ATTENDS:
             call = attended(case, layer, case.runner(row))
             call()
-            times[row] = 0.0 if once else cold_us(call)
+            times[row] = cold_us(call)
         best = sorted(times, key=times.__getitem__)[:4]
         text = "; ".join(
             f"{times[r]:.1f} (split {r.split} warps {r.warps} ticket {r.ticket})" for r in best
@@ -334,7 +335,7 @@ def tune_attend(lines: list[str], once: bool) -> None:
         lines.append(f"attend 32K N={case.rows}: {text}")
 
 
-def tune_layer(lines: list[str], once: bool) -> None:
+def tune_layer(lines: list[str]) -> None:
     """Store and select as one launch under every row, then the whole layer with the table's own
     rows.
     """
@@ -343,7 +344,7 @@ def tune_layer(lines: list[str], once: bool) -> None:
         for row in SELECTS:
             call = prepared(case, case.layer(row))
             call()
-            times[row] = 0.0 if once else cold_us(call)
+            times[row] = cold_us(call)
         best = sorted(times, key=times.__getitem__)[:3]
         text = "; ".join(f"{times[row]:.1f} ({short(row)})" for row in best)
         lines.append(f"store+select 32K N={case.rows}: {text}")
@@ -353,8 +354,6 @@ def tune_layer(lines: list[str], once: bool) -> None:
         call()
         store = lambda c=case, y=layer: y.store(*c.inputs, c.cache, c.head_cls)  # noqa: E731
         store()
-        if once:
-            continue
         parts = {
             "layer": call,
             "store": store,
@@ -369,15 +368,13 @@ def tune_layer(lines: list[str], once: bool) -> None:
         )
 
 
-def host(lines: list[str], once: bool) -> None:
+def host(lines: list[str]) -> None:
     """Time of the host alone for one layer, without a graph; the GPU's queue is kept short."""
     case = Case(1, 1 << 12, pages=False)
     launch.SELECT, launch.ATTEND = dict(TABLES[0]), dict(TABLES[1])
     call = whole(case, case.layer(), case.runner())
     call()
     torch.cuda.synchronize()
-    if once:
-        return
     times = []
     for _ in range(200):
         begin = time.perf_counter()
@@ -391,44 +388,38 @@ def host(lines: list[str], once: bool) -> None:
 
 
 TABLES = (dict(launch.SELECT), dict(launch.ATTEND))
-PARTS: dict[str, Callable[[list[str], bool], None]] = {
+PARTS: dict[str, Callable[[list[str]], None]] = {
     "check": check,
     "host": host,
     "layer": tune_layer,
     "attend": tune_attend,
-    "select": lambda lines, once: tune_select(lines, once, False),
-    "pages": lambda lines, once: tune_select(lines, once, True),
+    "select": lambda lines: tune_select(lines, pages=False),
+    "pages": lambda lines: tune_select(lines, pages=True),
 }
 
 
 def warm(index: int, of: int) -> None:
-    """Compile this process's share of the variants: the shapes that matter to compilers, small
-    caches.
-    """
+    """Compile this process's share of the variants, on four rows of a short context."""
     work: list[Callable[[], object]] = []
-    for rows, context, pages, heads in [
-        *[
-            (n, c, p, h)
-            for n in (1, 8, 64, 256)
-            for c, p, h in ((1 << 15, False, 10), (1 << 17, True, 2))
-        ]
-    ]:
-        for row in SELECTS:
-            work.append(lambda a=(rows, context, pages, heads), r=row: _compile(*a, r))
-    for number, job in enumerate(work):
-        if number % of == index:
-            job()
+    for row, rows in itertools.product(SELECTS, (1, 8, 64, 256)):
+        work.append(lambda r=row, n=rows: _compile(n, 1 << 15, 10, 1, r, selected_too=False))
+        work.append(lambda r=row, n=rows: _compile(n, 1 << 17, 2, 1, r, selected_too=True))
+    for row, (rows, group) in itertools.product(CHECKED, ((9, 1), (65, 4))):
+        work.append(lambda r=row, n=rows, g=group: _compile(n, 8192, 2, g, r, selected_too=True))
+        work.append(lambda r=row, n=rows, g=group: _compile(n, 8192, 2, g, r, selected_too=False))
+    for job in work[index::of]:
+        job()
 
 
-def _compile(rows: int, context: int, pages: bool, heads: int, row: launch.SelectRow) -> None:
-    """One row of SELECT as it is specialised for a case, run on four rows of a short context."""
-    small = Case(4, 4096, pages=pages, heads=heads)
+def _compile(
+    rows: int, context: int, heads: int, group: int, row: launch.SelectRow, *, selected_too: bool
+) -> None:
+    """One row of SELECT as it is specialised for a case: selection alone, or with the store."""
+    small = Case(4, 4096, pages=False, heads=heads, group=group)
     split = launch.split_of(row, rows, context // BS)
-    fixed = row._replace(programs=4 * split)
     small.step = replace(small.step, max_seq_len=context)
-    layer = small.layer(fixed)
-    selected(small, layer)()
-    prepared(small, layer)()
+    layer = small.layer(row._replace(programs=4 * split))
+    (selected if selected_too else prepared)(small, layer)()
 
 
 def main() -> None:
@@ -457,7 +448,7 @@ def main() -> None:
     ]
     for name in args.parts or PARTS:
         begin = time.perf_counter()
-        PARTS[name](lines, False)
+        PARTS[name](lines)
         print(f"{name}: {time.perf_counter() - begin:.0f} s", *lines[1:], sep="\n", flush=True)
         del lines[1:]
 

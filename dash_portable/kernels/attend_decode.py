@@ -7,7 +7,7 @@ head. Splits are merged by the row's last program (an atomic ticket) or by a sec
 import triton
 import triton.language as tl
 
-from .primitives import LOG2E, gdc_wait, head_at, token_at
+from .primitives import LOG2E, NUMBERS, gdc_wait, head_at, token_at
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _segment(
     return token, ok, bias
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def attend_decode_kernel(
     query_ptr, cache_ptr, row_pos_ptr, row_seq_ptr, table_ptr, ids_ptr, bias_ptr, out_ptr, sum_ptr,
     mass_ptr, ticket_ptr,

@@ -22,6 +22,7 @@ from . import (
     store_tiles,
     summaries,
 )
+from .primitives import NUMBERS
 
 # The model's shapes: 10 heads of 128, blocks of 32, cache blocks of 64.
 H, D, P, BS, LOCAL, TOPK, WINDOW = 10, 128, 64, 32, 4, 12, 16
@@ -73,7 +74,7 @@ _FLOATS = [
     "out",
     "merged",
 ]
-_NUMBERS = {"num_rows": "i32", "max_blocks": "i32:16", "max_scores": "i32:16", "per_block": "i32"}
+_NUMBERS = dict.fromkeys(NUMBERS, "i32")
 _ODD_STRIDES = {
     "stride_table",
     "stride_pages",

@@ -5,7 +5,7 @@ read it in place.
 import triton
 import triton.language as tl
 
-from .primitives import head_at, token_at
+from .primitives import NUMBERS, head_at, token_at
 
 MASKED = tl.constexpr(-30000.0)  # finite in float16, and far below any logit
 
@@ -27,7 +27,7 @@ def _row_tokens(
     return token, ok
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def gather_segments_kernel(
     cache_ptr, row_pos_ptr, row_seq_ptr, table_ptr, ids_ptr, bias_ptr, key_ptr, value_ptr, used_ptr,
     stride_cb, stride_ch, stride_ct, stride_table, stride_kt, stride_kh, stride_vt, stride_vh,

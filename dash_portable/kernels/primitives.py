@@ -18,6 +18,11 @@ except ImportError:  # pragma: no cover - another vendor's Triton
         tl.debug_barrier()
 
 
+# Sizes and strides of index tensors: they change from step to step, and no load gains by knowing
+# that one is 1 or a multiple of 16, so kernels take them as they come (`do_not_specialize`).
+NUMBERS = (
+    "num_rows", "max_blocks", "max_scores", "stride_table", "stride_pages", "stride_given",
+)  # fmt: skip
 EMPTY = tl.constexpr(-(2**63) + 1)  # a key below every real one
 BAD_SCORE = tl.constexpr(-1e4)  # NaN scores, and what fills the window behind the last candidate
 CLAMP = tl.constexpr(1e4)

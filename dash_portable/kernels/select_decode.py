@@ -15,6 +15,7 @@ import triton.language as tl
 from .primitives import (
     COUNT,
     EMPTY,
+    NUMBERS,
     RANGE,
     ROLE,
     best_of,
@@ -259,7 +260,7 @@ def select_row(
                     tl.store(ticket_ptr + n * 2 + 1, first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def select_decode_kernel(
     iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr,
     side_ptr, range_ptr,
@@ -293,7 +294,7 @@ def select_decode_kernel(
         WINDOW, TILE, SPLIT, CHUNK, TICKET)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def select_merge_kernel(
     row_pos_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, max_scores, floor, inv_sigma,
     BS: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
@@ -310,7 +311,7 @@ def select_merge_kernel(
                bias_ptr, floor, inv_sigma, max_scores, TILE, CHUNK, TOPK, WINDOW, BS)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def store_select_kernel(
     q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr, index_ptr, cache_ptr, head_cls_ptr, turn_ptr,
     row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from .primitives import (
     COUNT,
+    NUMBERS,
     RANGE,
     ROLE,
     STATE,
@@ -250,7 +251,7 @@ def store_row(
                 tl.store(second + D + D // 2 + half, s1.to(dtype), mask=h_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def store_row_kernel(
     q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr, index_ptr, cache_ptr, head_cls_ptr, turn_ptr,
     row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, num_rows,

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from .primitives import (
     COUNT,
+    NUMBERS,
     RANGE,
     ROLE,
     STATE,
@@ -51,7 +52,7 @@ num_rows,
         return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def store_coordinates_kernel(
     roles_ptr, positions_ptr, order_ptr, live_ptr, seq_lens_ptr, cache_ptr, table_ptr, pages_ptr,
     coords_ptr, start_ptr, end_ptr, num_rows, stride_cb, stride_ch, stride_ct, stride_table,
@@ -178,7 +179,7 @@ def store_coordinates_kernel(
                 since = tl.max(last, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def store_tile_kernel(
     q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr, index_ptr, cache_ptr, head_cls_ptr, turn_ptr,
     slots_ptr, roles_ptr, positions_ptr, order_ptr, live_ptr, seq_lens_ptr, tile_ptr, table_ptr,

@@ -8,6 +8,7 @@ import triton.language as tl
 from .primitives import (
     CLAMP,
     COUNT,
+    NUMBERS,
     RANGE,
     ROLE,
     STATE,
@@ -48,7 +49,7 @@ def page_range(role, page, ok):
     return tl.where(high > 0, low | (high << 16), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def summaries_pages_kernel(
     seq_lens_ptr, cache_ptr, table_ptr, given_ptr, pages_ptr, end_ptr, stride_cb, stride_ch,
     stride_ct, stride_table,
@@ -98,7 +99,7 @@ def summaries_pages_kernel(
         tl.store(end_ptr + r, tl.where(num_pages < length, carry, 0x7FFFFFFF))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def summaries_block_kernel(
     seq_lens_ptr, prefix_ptr, end_ptr, cache_ptr, table_ptr, head_cls_ptr, side_ptr, range_ptr,
     max_blocks,
@@ -160,7 +161,7 @@ def summaries_block_kernel(
             tl.store(side_ptr + place * D + D // 2 + half, s1, mask=h_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def summaries_copy_kernel(
     seq_lens_ptr, cache_ptr, table_ptr, side_ptr, range_ptr, max_blocks, stride_cb, stride_ch,
     stride_ct, stride_table,
