@@ -218,17 +218,14 @@ def timed(path: str, rows: int, tokens: int) -> tuple[float, float | None]:
     step, inputs = decode_step(rows, tokens)
     runner = runner_of(path)(step)
     whole = microseconds(lambda: runner.run(*inputs))
-    planned = getattr(runner, "planned", {}).get(rows)
-    call = getattr(runner, "calls", {}).get(rows)
-    if planned is None or call is None or "Paged" in path:
+    call = getattr(runner, "call", None)
+    if call is None or "Paged" in path or len(runner.passes) > 1 or runner.folded:
         return whole, None
-    room, keys = runner.rooms[rows], rows * runner.slots
+    room, keys = runner.room, rows * runner.slots
     key, value = room.key[:keys], room.value[:keys]
     if call.table is not None:
         key, value = (x.view(-1, call.page, *x.shape[1:]) for x in (key, value))
-    query = room.query
-    if runner.folded:
-        return whole, None
+    query, planned = room.query, runner.planned
     return whole, microseconds(lambda: planned.attend(query, key, value))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,17 @@ def test_many_rows_take_several_passes(monkeypatch: pytest.MonkeyPatch, tmp_path
         assert case.error(out) <= case.allowed()
 
 
+def test_a_step_without_rows_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = flash_attn2.CUDA.install(monkeypatch, tmp_path)["flash_attn"]
+    monkeypatch.delattr(module, "flash_attn_varlen_func")
+    case = make_case()
+    none = torch.zeros(0, dtype=torch.int32)
+    step = replace(case.step, row_seq=none, row_pos=none, slots=none.long(), roles=none)
+    runner = runner_of("dash_portable.backends.flash_attn:Segmented2")(step)
+    nothing = case.query[:0]
+    runner.run(nothing, case.cache, case.ids[:0], case.bias[:0], nothing.clone())
+
+
 def test_one_plan_serves_every_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A second layer with other blocks, through the same runner, leaves nothing of the first."""
     flashinfer.V06.install(monkeypatch, tmp_path)
@@ -230,8 +242,8 @@ def test_a_wrong_base_is_caught(
     case = make_case()
     if entry.startswith("dash_portable.backends.flashinfer"):
         made = runner(case.step)
-        for planned in made.wrappers.values():
-            planned.meaning["base"] = "e" if planned.meaning["base"] == "2" else "2"
+        meaning = made.planned.meaning
+        meaning["base"] = "e" if meaning["base"] == "2" else "2"
         out = torch.full_like(case.query, float("nan"))
         made.run(case.query, case.cache, case.ids, case.bias, out)
     else:

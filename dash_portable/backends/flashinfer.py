@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dash_portable.backends.imports import function, parameters, reason
 from dash_portable.platform.facts import Platform
-from dash_portable.segments import Call, Library, OneSegment, Room, cache_pages
+from dash_portable.segments import Call, Library, OneSegment, cache_pages
 from dash_portable.segments.call import counted
 from dash_portable.segments.merge import normalise_lse
 from dash_portable.segments.places import token_places
@@ -24,7 +24,7 @@ from dash_portable.segments.rows import slot_tokens
 from dash_portable.segments.ways import Way
 
 if TYPE_CHECKING:
-    from dash_portable.step import Step
+    pass
 
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 PAGED = "BatchPrefillWithPagedKVCacheWrapper"
@@ -103,11 +103,7 @@ class Paged(Way):
     def _most_rows(self) -> int:
         return MOST_RUNS // (self.kept + 1)
 
-    def __init__(self, step: Step) -> None:
-        self.wrappers: dict[int, Planned] = {}
-        super().__init__(step)
-
-    def _plan(self, rows: int) -> Room:
+    def _plan(self, rows: int) -> None:
         step = self.step
         shape = Shape(
             runs=rows * (self.kept + 1),
@@ -121,17 +117,15 @@ class Paged(Way):
             device=step.device,
             deterministic=step.deterministic,
         )
-        self.wrappers[rows] = _kept(_plan_paged, shape, step.graph)
-        query = torch.zeros(
+        self.planned: Planned = _kept(_plan_paged, shape, step.graph)
+        self.query = torch.zeros(
             shape.runs, step.heads, step.head_dim, dtype=step.dtype, device=step.device
         )
-        return Room(query=query, key=query, value=query)
 
     def _attend(
         self, part: slice, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
     ) -> None:
-        rows = len(out)
-        step, paged = self.step, self.wrappers[rows]
+        step, paged = self.step, self.planned
         pages = cache_pages(cache, size=1)
         where = self._spans(part, ids)
         token, used = slot_tokens(where, block=self.block, local=self.local)
@@ -150,8 +144,8 @@ class Paged(Way):
             8, dtype=torch.uint8, device=used.device
         )
         paged.mask.copy_(bits.sum(dim=1, dtype=torch.uint8))
-        wide = self.rooms[rows].query
-        wide.view(rows, self.kept + 1, *query.shape[1:]).copy_(query[:, None])
+        wide = self.query
+        wide.view(len(out), self.kept + 1, *query.shape[1:]).copy_(query[:, None])
         got, lse = paged.wrapper.run(wide, (pages.key, pages.value), **paged.keywords)
         self._merge(out, got, normalise_lse(lse, **paged.meaning), where.length, bias)
 

@@ -45,8 +45,7 @@ SCRATCH_BYTES = (
 
 
 class Way(ABC):
-    """A runner over passes of rows. Scratch and library plans are made here, once a step, for each
-    size of pass."""
+    """A runner over passes of rows; scratch and the library's plan are made once a step."""
 
     library: ClassVar[type[Library]]
 
@@ -58,19 +57,18 @@ class Way(ABC):
         self.group = step.heads // step.kv_heads
         self.folded = self.group > 1 and not self.library.takes_groups
         self.fused = fused.available(step.device.type)
-        self.merges: dict[int, fused.Merge] = {}
         most = max(min(SCRATCH_BYTES // self._row_bytes(), self._most_rows()), 1)
         parts = max(-(-step.num_rows // most), 1)
-        size = max(-(-step.num_rows // parts), 1)  # even, so that no pass is a sliver
-        self.passes = [
-            (start, min(start + size, step.num_rows)) for start in range(0, step.num_rows, size)
-        ]
-        sizes = {stop - start for start, stop in self.passes}
-        self.rooms = {rows: self._plan(rows) for rows in sorted(sizes)}
+        rows = -(-step.num_rows // parts)
+        # Passes of one size share one plan: the last one repeats rows of the one before it.
+        stops = [min(rows * part, step.num_rows) for part in range(1, parts + 1)]
+        self.passes = [slice(stop - rows, stop) for stop in stops if rows]
+        self.merge = fused.Merge(step, rows) if self.fused and rows else None
+        if rows:
+            self._plan(rows)
 
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
-        for start, stop in self.passes:
-            part = slice(start, stop)
+        for part in self.passes:
             self._attend(part, query[part], cache, ids[part], bias[part], out[part])
 
     @abstractmethod
@@ -82,8 +80,8 @@ class Way(ABC):
         return self.step.num_rows
 
     @abstractmethod
-    def _plan(self, rows: int) -> Room:
-        """Scratch of a pass; the library is planned beside it."""
+    def _plan(self, rows: int) -> None:
+        """Make scratch and the library's plan for passes of `rows` rows."""
 
     @abstractmethod
     def _attend(
@@ -97,10 +95,8 @@ class Way(ABC):
     def _merge(self, out: Tensor, got: Tensor, lse: Tensor, used: Tensor, bias: Tensor) -> None:
         """Merge got [N * (S + 1), Hq, .] and natural lse [Hq, N * (S + 1)] into out [N, Hq, D]."""
         rows, segments = used.shape
-        if self.fused and out.is_contiguous():
-            if rows not in self.merges:
-                self.merges[rows] = fused.Merge(self.step, rows)
-            self.merges[rows](out, got, lse, used, bias)
+        if self.merge is not None and out.is_contiguous():
+            self.merge(out, got, lse, used, bias)
             return
         parts = got.reshape(rows, segments, *got.shape[1:])[..., : out.shape[-1]]
         mass = lse.reshape(-1, rows, segments).permute(1, 2, 0)
@@ -114,18 +110,14 @@ class Way(ABC):
 
 
 class Called(Way):
-    """A way that plans one library call for each size of pass."""
+    """A way whose passes are one planned library call each."""
 
-    def __init__(self, step: Step) -> None:
-        self.calls: dict[int, Call] = {}
-        self.planned: dict[int, Library] = {}
-        self.gathers: dict[int, fused.Gather] = {}
-        super().__init__(step)
+    gather: fused.Gather | None = None
 
-    def _plan(self, rows: int) -> Room:
-        self.calls[rows] = self._call(rows)
-        self.planned[rows] = self.library(self.calls[rows])
-        return self._room(rows)
+    def _plan(self, rows: int) -> None:
+        self.call = self._call(rows)
+        self.planned = self.library(self.call)
+        self.room = self._room(rows)
 
     @abstractmethod
     def _call(self, rows: int) -> Call:
@@ -171,10 +163,10 @@ class Called(Way):
             deterministic=step.deterministic,
         )
 
-    def _ask(self, rows: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _ask(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """The library's out [B, Hq, .], and its lse in our terms, [Hq, B], when it was asked for
         one."""
-        query, planned = self.rooms[rows].query, self.planned[rows]
+        query, planned = self.room.query, self.planned
         if self.folded:
             query = fold_groups(query, self.step.kv_heads)
         out, lse = planned.attend(query, key, value)
@@ -186,7 +178,7 @@ class Called(Way):
     def _ask_and_merge(
         self, key: Tensor, value: Tensor, used: Tensor, bias: Tensor, out: Tensor
     ) -> None:
-        got, lse = self._ask(len(out), key, value)
+        got, lse = self._ask(key, value)
         if lse is None:
             raise BackendError(f"{self.library.title}: found no log-sum-exp, needed one a segment")
         self._merge(out, got, lse, used, bias)
@@ -214,7 +206,7 @@ class OneSegment(Called):
     def _room(self, rows: int) -> Room:
         width, value_width = one_segment_widths(self.library, self.step.head_dim)
         if self.fused:
-            self.gathers[rows] = fused.Gather(self.step, rows, biased=True)
+            self.gather = fused.Gather(self.step, rows, biased=True)
         room = Room(
             query=self._zeros(rows, self.step.heads, width),
             key=self._zeros(rows * self.slots, self.step.kv_heads, width),
@@ -226,12 +218,11 @@ class OneSegment(Called):
     def _attend(
         self, part: slice, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
     ) -> None:
-        rows, step = len(out), self.step
-        room = self.rooms[rows]
-        if self.fused:
+        step, room = self.step, self.room
+        if self.gather is not None:
             live = (step.row_pos[part] >= 0)[:, None, None]
             room.query[..., : step.head_dim] = torch.where(live, query, 0.0)
-            self.gathers[rows](step, part, cache, ids, bias, room)
+            self.gather(step, part, cache, ids, bias, room)
         else:
             gather_one_segment(
                 query,
@@ -244,7 +235,7 @@ class OneSegment(Called):
                 local=self.local,
                 into=room,
             )
-        got, _ = self._ask(rows, room.key, room.value)
+        got, _ = self._ask(room.key, room.value)
         out.copy_(got[..., : out.shape[-1]])
 
 
@@ -282,7 +273,7 @@ class Segments(Called):
 
     def _room(self, rows: int) -> Room:
         if self.fused and self.library.addressing is not Addressing.CLOSED:
-            self.gathers[rows] = fused.Gather(self.step, rows, biased=False)
+            self.gather = fused.Gather(self.step, rows, biased=False)
         keys = (rows * self.slots + 1, self.step.kv_heads, self._width())
         return Room(
             query=self._zeros(rows * (self.kept + 1), self.step.heads, self._width()),
@@ -294,9 +285,9 @@ class Segments(Called):
         self, part: slice, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
     ) -> None:
         rows, keys, step = len(out), len(out) * self.slots, self.step
-        room, call = self.rooms[rows], self.calls[rows]
-        if rows in self.gathers:
-            used = self.gathers[rows](step, part, cache, ids, bias, room)
+        room, call = self.room, self.call
+        if self.gather is not None:
+            used = self.gather(step, part, cache, ids, bias, room)
             room.query.view(rows, self.kept + 1, step.heads, -1)[..., : step.head_dim] = query[
                 :, None
             ]
@@ -354,13 +345,11 @@ class InPlace(Called):
             with_lse=True,
         )
 
-    def __init__(self, step: Step) -> None:
-        self.tables: dict[int, fused.Table] = {}
-        super().__init__(step)
+    tables: fused.Table | None = None
 
     def _room(self, rows: int) -> Room:
         if self.fused:
-            self.tables[rows] = fused.Table(self.step, rows, size=self.calls[rows].page)
+            self.tables = fused.Table(self.step, rows, size=self.call.page)
         query = self._zeros(rows * (self.kept + 1), self.step.heads, self.step.head_dim)
         return Room(query=query, key=query, value=query)
 
@@ -368,12 +357,12 @@ class InPlace(Called):
         self, part: slice, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
     ) -> None:
         rows = len(out)
-        call, wide = self.calls[rows], self.rooms[rows].query
+        call, wide = self.call, self.room.query
         assert call.table is not None
         assert call.length is not None
         pages = cache_pages(cache, size=call.page)
-        if self.fused:
-            used = self.tables[rows](self.step, part, ids, pages.per_block, call.table, call.length)
+        if self.tables is not None:
+            used = self.tables(self.step, part, ids, pages.per_block, call.table, call.length)
         else:
             where = self._spans(part, ids)
             used = where.length
