@@ -74,7 +74,7 @@ _FLOATS = [
     "out",
     "merged",
 ]
-_NUMBERS = dict.fromkeys(NUMBERS, "i32")
+_NUMBERS = dict.fromkeys((*NUMBERS, "per_block"), "i32")
 _ODD_STRIDES = {
     "stride_table",
     "stride_pages",
