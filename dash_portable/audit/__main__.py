@@ -25,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=120, help="seconds for one compile")
     parser.add_argument("--cache", help="folder of Triton's cache to use and keep")
     parser.add_argument("--cases", default=CASES, help="module:NAME of the table of cases")
+    parser.add_argument("--warps", type=int, help="instead of each launch row's own")
     parser.add_argument("--dump", help="folder for what each compile made")
     parser.add_argument("--json", help="file for all rows")
     parser.add_argument(
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         args.cache,
         cases=args.cases,
         dump=args.dump,
+        warps=args.warps,
         progress=show,
     )
     if args.json:

@@ -77,6 +77,7 @@ def run_audit(
     *,
     cases: str = CASES,
     dump: str | Path | None = None,
+    warps: int | None = None,
     progress: Callable[[Row, int, int], None] | None = None,
 ) -> list[Row]:
     """Compile the cases for the targets and say what each needs; one Row per case, target and
@@ -91,6 +92,7 @@ def run_audit(
     cases     `module:NAME` of the table
     dump      folder for what each compile made (ptx, cubin, amdgcn, hsaco, spv, ...), and a JSON
               for launchers
+    warps     instead of each row's own
     progress  called with each row as it comes, the number done and the total
 
     Raises ArgumentError for a name that is not in its table, BackendError when the compiling
@@ -116,6 +118,7 @@ def run_audit(
         "cases": cases,
         "cache": cache,
         "dump": None if dump is None else str(dump),
+        "warps": warps,
     }
     rows, total, version = list[Row](), 0, ""
     with (

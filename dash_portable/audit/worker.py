@@ -163,7 +163,9 @@ def compile_all(
             yield entry.work, answer | {"seconds": round(seconds, 2)}
 
 
-def plan(cases: Mapping[str, Case], targets: list[str]) -> tuple[list[Work], list[dict[str, Any]]]:
+def plan(
+    cases: Mapping[str, Case], targets: list[str], warps: int | None
+) -> tuple[list[Work], list[dict[str, Any]]]:
     """What to compile, and the rows of cases that a target cannot have."""
     work, absent = [], []
     for place in targets:
@@ -172,7 +174,8 @@ def plan(cases: Mapping[str, Case], targets: list[str]) -> tuple[list[Work], lis
             if reason:
                 absent.append({"case": name, "target": place, "absent": True, "note": reason})
                 continue
-            work += [Work(name, case, place, row, i) for i, row in enumerate(case.rows(place))]
+            rows = [row._replace(warps=warps or row.warps) for row in case.rows(place)]
+            work += [Work(name, case, place, row, i) for i, row in enumerate(rows)]
     return work, absent
 
 
@@ -195,7 +198,7 @@ def main() -> None:
 
         triton_key()  # hashes the whole package, 0.4 s: done here once, every fork inherits it
     chosen = {name: case for name, case in cases.items() if name in (request["only"] or cases)}
-    work, absent = plan(chosen, request["targets"])
+    work, absent = plan(chosen, request["targets"], request["warps"])
     say(total=len(work) + len(absent), triton=triton.__version__)
     for row in absent:
         say(row=row)

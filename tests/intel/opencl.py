@@ -88,7 +88,7 @@ class Cpu:
             value = arguments[name]
             if isinstance(value, np.ndarray):
                 buffer = cl.Buffer(self.context, flags, hostbuf=_whole(value))
-                buffers.append((buffer, value))
+                buffers.append(buffer)
                 value = buffer
             elif value is not None:
                 value = WIDTHS[kind.removesuffix(":16")](value)
@@ -98,10 +98,7 @@ class Cpu:
         x, y, z = (*grid, 1, 1)[:3]
         size = (x * module.lanes, y, z)
         cl.enqueue_nd_range_kernel(self.queue, module.entry, size, (module.lanes, 1, 1)).wait()
-        for (
-            buffer,
-            value,
-        ) in buffers:  # USE_HOST_PTR: a map makes the host see what the kernel wrote
+        for buffer in buffers:  # USE_HOST_PTR: a map makes the host see what the kernel wrote
             read_write = cl.map_flags.READ | cl.map_flags.WRITE
             view, _ = cl.enqueue_map_buffer(
                 self.queue, buffer, read_write, 0, (buffer.size,), np.uint8, is_blocking=True

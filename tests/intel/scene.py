@@ -16,7 +16,7 @@ OUTSIDE = 2**30  # behind a sequence's last block: what must not be read
 PAGES = runs((TEXT, 3), (MARKER, 1), (IMAGE, 273), (MARKER, 1), (IMAGE, 190), (TEXT, 150))
 SEQUENCES: tuple[tuple[list[int], list[int]], ...] = (
     (PAGES, [TEXT, MARKER, *[TEXT] * 84]),  # 704 tokens: the last one closes a block
-    ([TEXT] * 900, [MARKER, TEXT, TEXT]),  # no page: a marker is text, every remote block counts
+    ([TEXT] * 2600, [MARKER, TEXT, TEXT]),  # no page: a marker is text, every remote block counts
     ([TEXT] * 20, [TEXT]),  # nothing but the local window
     (PAGES, [MARKER]),  # opens the first page: its blocks are the candidates
 )

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dash_portable.kernels.launch import turns
-from tests import brute
 from tests.intel.opencl import Cpu, Module, modules_of, narrow, sparse, widen
 from tests.intel.scene import EPS, Scene
 
@@ -106,7 +105,11 @@ def test_select_decode(cpu: Cpu, stem: Path):
     module = cpu.load(stem)
     scene, consts = scene_for(module), module.consts
     n, rule, cache, table = len(scene.rows), scene.rule, scene.cache(), scene.table()
-    scores = -(-max(scene.lengths) // rule.block // consts["TILE"] + 1) * consts["TILE"]
+    blocks = -(-max(scene.lengths) // rule.block)
+    assert (
+        blocks > consts["TILE"]
+    )  # so that one row has more than one tile, and its parts are merged
+    scores = -(-blocks // consts["TILE"]) * consts["TILE"]
     ids = np.full((n, rule.topk), 77, np.int32)
     bias = np.full((n, rule.topk), np.nan, np.float32)
     shared = {
@@ -195,14 +198,23 @@ def run_attend(
     return merged_splits(total, mass)
 
 
-def merged_splits(total: np.ndarray, mass: np.ndarray) -> np.ndarray:
-    """One softmax of splits [N, Hq, SPLIT, D] with (maximum in log2, mass) [N, Hq, SPLIT, 2]."""
-    held = mass[..., 1] > 0
-    top = np.where(held, mass[..., 0], -np.inf).max(2, keepdims=True)
-    scale = np.where(held, np.exp2(np.where(held, mass[..., 0] - top, 0), dtype=np.float64), 0.0)
-    whole = (np.where(held, mass[..., 1], 0) * scale).sum(2)[..., None]
-    merged = (np.where(held[..., None], total, 0) * scale[..., None]).sum(2)
+def one_softmax(values: np.ndarray, logit: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Weigh values [N, Hq, S, D] by natural logits [N, Hq, S] of those that are held; zeros where
+    none is.
+    """
+    logit = np.where(held, logit, -1e300)
+    weight = np.where(held, np.exp(logit - logit.max(2, keepdims=True)), 0)
+    whole = weight.sum(2)[..., None]
+    merged = (np.where(held[..., None], values, 0) * weight[..., None]).sum(2)
     return merged / np.where(whole > 0, whole, 1.0)
+
+
+def merged_splits(total: np.ndarray, mass: np.ndarray) -> np.ndarray:
+    """Splits [N, Hq, SPLIT, D], not normalised, with (maximum in log2, mass) [N, Hq, SPLIT, 2]."""
+    held = mass[..., 1] > 0
+    size = np.where(held, mass[..., 1], 1.0).astype(np.float64)
+    logit = np.where(held, mass[..., 0], 0) * np.log(2) + np.log(size)
+    return one_softmax(np.where(held[..., None], total, 0) / size[..., None], logit, held)
 
 
 @kernels("attend_decode_kernel")
@@ -241,7 +253,9 @@ def test_merge_segments(cpu: Cpu, stem: Path):
     heads, dim, segments = (module.consts[name] for name in ("HQ", "D", "SEGMENTS"))
     random = np.random.default_rng(1)
     out = narrow(random.standard_normal((3, segments, heads, dim)), module.dtype)
-    lse = random.standard_normal((3, segments, heads)).astype(np.float32)
+    # Every stride a multiple of 16, as the compiled module was told.
+    lse = np.zeros((3, segments, heads * 16), np.float32)[..., ::16]
+    lse[...] = random.standard_normal(lse.shape)
     bias = random.standard_normal((3, segments - 1)).astype(np.float32)
     lse[1, 3:7] = -np.inf
     lse[2] = -np.inf
@@ -252,13 +266,10 @@ def test_merge_segments(cpu: Cpu, stem: Path):
         for axis, step in zip("nsh", array.strides, strict=False):
             given[f"stride_{name}{axis}"] = step // array.itemsize
     cpu.launch(module, (3 * heads,), **given)
-    logit = lse.astype(np.float64) + np.pad(bias, ((0, 0), (0, 1)))[..., None]
-    held = lse > -np.inf
-    top = np.where(held, logit, -np.inf).max(1, keepdims=True)
-    weight = np.where(held, np.exp(np.where(held, logit - top, 0)), 0)[..., None]
-    values = np.where(held[..., None], widen(out, module.dtype), 0)
-    whole = weight.sum(1)
-    exact = (values * weight).sum(1) / np.where(whole > 0, whole, 1)
+    held = np.ascontiguousarray(lse.swapaxes(1, 2)) > -np.inf
+    logit = np.where(held, lse.swapaxes(1, 2), 0).astype(np.float64)
+    logit += np.pad(bias, ((0, 0), (0, 1)))[:, None]
+    exact = one_softmax(widen(out, module.dtype).swapaxes(1, 2), logit, held)
     assert (exact[2] == 0).all()
     largest = np.abs(exact).max()
     gap = np.abs(widen(merged, module.dtype) - exact).max()
