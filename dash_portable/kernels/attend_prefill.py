@@ -25,19 +25,21 @@ from .union import (
     union_kernel,
 )
 
+LEAST_KEYS = 16  # of a matrix product: smaller blocks are padded, or taken two at a time
+
 
 @triton.jit
-def _block_at(table_row, block, n, ok, stride_cb, stride_ct, P: tl.constexpr, BLOCK: tl.constexpr):
+def _block_at(table_row, block, n, n_ok, stride_cb, stride_ct, P: tl.constexpr, BLOCK: tl.constexpr):
     """Offsets of keys n (0 .. BLOCK - 1) of one sparse block; one look into the table where a cache
     block holds it whole.
     """
     if P % BLOCK == 0:
         first = block * BLOCK
-        place = tl.load(table_row + first // P, mask=ok, other=0).to(tl.int64)
+        place = tl.load(table_row + first // P).to(tl.int64)
         return place * stride_cb + (first % P + n).to(tl.int64) * stride_ct
     else:
         token = block * BLOCK + n
-        return token_at(table_row, token, (n >= 0) & ok, stride_cb, stride_ct, P)
+        return token_at(table_row, token, n_ok, stride_cb, stride_ct, P)
 
 
 @triton.jit
@@ -243,6 +245,7 @@ def attend_pair_kernel(
     TOPK: tl.constexpr,
     PAIR_TILE: tl.constexpr,
     HEADS: tl.constexpr,
+    N: tl.constexpr,
     STAGES: tl.constexpr,
     STORE: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -251,7 +254,8 @@ def attend_pair_kernel(
     and mass of each pair.
     """
     group = tl.program_id(1)
-    n = tl.arange(0, BLOCK)
+    n = tl.arange(0, N)
+    n_ok = n < BLOCK
     r = tl.arange(0, PAIR_TILE)
     d = tl.arange(0, DP)
     base = tl.load(tile_ptr + chunk_tile * FIELDS + 1)
@@ -269,18 +273,18 @@ def attend_pair_kernel(
         pos = tl.load(pos_ptr + i, mask=live, other=0)
         bias = tl.load(bias_ptr + i * TOPK + pair % TOPK, mask=live, other=0.0) * LOG2E
         place = _block_at(
-            table_ptr + seq * stride_tr, block, n, True, stride_cb, stride_ct, P, BLOCK
+            table_ptr + seq * stride_tr, block, n, n_ok, stride_cb, stride_ct, P, BLOCK
         )
         near = tl.maximum(pos + 1 - LOCAL, 0)
-        seen = (block * BLOCK + n)[None, :] < near[:, None]
+        seen = n_ok[None, :] & ((block * BLOCK + n)[None, :] < near[:, None])
         seen = seen | (live == 0)[:, None]  # a dead row stays finite
         wide = pair.to(tl.int64) * HQ
         stride_h = tl.full((), 1, tl.int64) * stride_ch
         for head in tl.range(group * HEADS, group * HEADS + HEADS, num_stages=STAGES):
             keys = cache_ptr + head // G * stride_h
             query = _load_rows(query_ptr, i * (HQ * D) + head * D, live, D, DP, True)
-            key = _load_columns(keys, place, n >= 0, D, DP, False)
-            value = _load_rows(keys + D, place, n >= 0, D, DP, False)
+            key = _load_columns(keys, place, n_ok, D, DP, N > BLOCK)
+            value = _load_rows(keys + D, place, n_ok, D, DP, N > BLOCK)
             score = tl.dot(query, key, input_precision="ieee") * (scale * LOG2E)
             score = tl.where(seen, score, float("-inf"))
             top = tl.max(score, 1)
@@ -320,14 +324,14 @@ def attend_merge_kernel(
     """ROWS rows and one head: the local result (in out) and the rows' partial results become the
     output.
     """
-    head = tl.program_id(0)
-    t = chunk_tile + tl.program_id(1) // (TILE // ROWS)
+    head = tl.program_id(1)
+    t = chunk_tile + tl.program_id(0) // (TILE // ROWS)
     if t < num_tiles:  # noqa: SIM102 - both sides of an `and` are evaluated
         if tl.load(count_ptr + t) < 0:
             base = tl.load(tile_ptr + chunk_tile * FIELDS + 1)
             at = (
                 tl.load(tile_ptr + t * FIELDS + 1)
-                + tl.program_id(1) % (TILE // ROWS) * ROWS
+                + tl.program_id(0) % (TILE // ROWS) * ROWS
                 + tl.arange(0, ROWS)
             )
             live = at < tl.load(tile_ptr + t * FIELDS + 2)
@@ -577,7 +581,7 @@ def attend_prefill(
         **cached,
         TILE=launch.tile,
         ROOM=max(launch.union_limit, 1),
-        PAIR=launch.tile_blocks,
+        PAIR=max(launch.tile_blocks, LEAST_KEYS // block),
         STEP=launch.tile_step,
         STAGES=launch.tile_stages,
         num_warps=launch.tile_warps,
@@ -608,11 +612,12 @@ def attend_prefill(
             TOPK=topk,
             PAIR_TILE=launch.pair_tile,
             HEADS=walked,
+            N=max(block, LEAST_KEYS),
             STAGES=launch.pair_stages,
             STORE=launch.pair_store,
             num_warps=launch.pair_warps,
         )
-        attend_merge_kernel[(heads, chunk_tiles * (launch.tile // launch.merge_rows))](
+        attend_merge_kernel[(chunk_tiles * (launch.tile // launch.merge_rows), heads)](
             groups["tiles"],
             groups["order"],
             scratch["count"],

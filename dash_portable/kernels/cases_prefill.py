@@ -268,6 +268,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                     {
                         "PAIR_TILE": r.pair_tile,
                         "HEADS": r.pair_heads,
+                        "N": 32,
                         "STAGES": r.pair_stages,
                         "STORE": r.pair_store,
                     },

@@ -60,17 +60,18 @@ def union_kernel(
         none: tl.constexpr = 0x7FFFFFFF
         count = tl.zeros((), tl.int32)
         block = tl.min(tl.min(tl.where(ids >= 0, ids, none), 1), 0)
-        while (block < none) & (count < LIMIT):
-            chosen = ids == block
-            here = tl.sum(tl.where(chosen, bias, 0.0), 1)
-            has = tl.max(chosen.to(tl.int32), 1) > 0
-            at = t.to(tl.int64) * ROOM + count
-            tl.store(weight_ptr + at * TILE + r, tl.where(has, here, float("-inf")))
-            tl.store(union_ptr + at, block)
-            if P % BLOCK == 0:  # the cache block that holds it, so that no head has to look it up
-                tl.store(place_ptr + at, tl.load(table_row + block * BLOCK // P))
-            count += 1
-            block = tl.min(tl.min(tl.where(ids > block, ids, none), 1), 0)
+        if LIMIT > 0:
+            while (block < none) & (count < LIMIT):
+                chosen = ids == block
+                here = tl.sum(tl.where(chosen, bias, 0.0), 1)
+                has = tl.max(chosen.to(tl.int32), 1) > 0
+                at = t.to(tl.int64) * ROOM + count
+                tl.store(weight_ptr + at * TILE + r, tl.where(has, here, float("-inf")))
+                tl.store(union_ptr + at, block)
+                if P % BLOCK == 0:  # the cache block that holds it: no head has to look it up
+                    tl.store(place_ptr + at, tl.load(table_row + block * BLOCK // P))
+                count += 1
+                block = tl.min(tl.min(tl.where(ids > block, ids, none), 1), 0)
         tl.store(count_ptr + t, tl.where(block < none, -1, count))
         if block < none:
             list_at = hist_ptr + (t // chunk_tiles).to(tl.int64) * keys + seq * max_blocks
