@@ -314,6 +314,23 @@ def test_xpu_refuses_the_slow_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert case.error(run("dash_portable.backends.xpu:Segmented", case)) <= case.allowed()
 
 
+@pytest.mark.parametrize("name", ["Gathered", "Paged"])
+def test_a_build_that_fails_is_a_refusal(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """flashinfer compiles when it plans; without a compiler it raises whatever it likes."""
+    module = flashinfer.V06.install(monkeypatch, tmp_path)["flashinfer"]
+
+    def plan(self: object, *args: object, **options: object) -> None:
+        raise RuntimeError("Could not find nvcc")
+
+    for wrapper in ("Ragged", "Paged"):
+        made = getattr(module, f"BatchPrefillWith{wrapper}KVCacheWrapper")
+        monkeypatch.setattr(made, "plan", plan)
+    with pytest.raises(BackendError, match="flashinfer: RuntimeError: Could not find nvcc"):
+        runner_of(f"dash_portable.backends.flashinfer:{name}")(make_case().step)
+
+
 def test_in_place_refuses_strides_that_no_table_reaches() -> None:
     cache = torch.zeros(4, 3, 64, 128)
     uneven = torch.as_strided(cache, (3, 3, 64, 128), (3 * 64 * 128 + 128, 64 * 128, 128, 1))

@@ -17,7 +17,7 @@ from torch import Tensor
 from dash_portable.backends.imports import function, parameters, reason
 from dash_portable.platform.facts import Platform
 from dash_portable.segments import Call, Library, OneSegment, cache_pages
-from dash_portable.segments.call import counted
+from dash_portable.segments.call import counted, planned
 from dash_portable.segments.merge import normalise_lse
 from dash_portable.segments.places import token_places
 from dash_portable.segments.rows import slot_tokens
@@ -117,7 +117,9 @@ class Paged(Way):
             device=step.device,
             deterministic=step.deterministic,
         )
-        self.planned: Planned = _kept(_plan_paged, shape, step.graph)
+        self.planned: Planned = planned(
+            self.library.title, lambda: _kept(_plan_paged, shape, step.graph)
+        )
         self.query = torch.zeros(
             shape.runs, step.heads, step.head_dim, dtype=step.dtype, device=step.device
         )

@@ -4,15 +4,18 @@ offer."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from dash_portable.errors import BackendError
 from dash_portable.segments.merge import Base, Layout
+
+T = TypeVar("T")
 
 
 class Addressing(str, Enum):
@@ -112,6 +115,17 @@ class Library(ABC):
             if width >= needed:
                 return width
         raise BackendError(f"{cls.title}: found {needed} columns, needed at most {cls.widths[-1]}")
+
+
+def planned(title: str, make: Callable[[], T]) -> T:
+    """What `make` gives; a library's own failure while it plans or builds becomes a BackendError
+    with its words, so that another backend can be asked. Out of memory stays what it is."""
+    try:
+        return make()
+    except (BackendError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a missing compiler or a failed build can be any of them
+        raise BackendError(f"{title}: {type(error).__name__}: {error}") from error
 
 
 def counted(runs: int, step: int, device: torch.device) -> Tensor:

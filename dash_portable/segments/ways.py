@@ -21,6 +21,7 @@ from dash_portable.segments.call import (
     Library,
     counted,
     fold_groups,
+    planned,
     unfold_groups,
     unfold_lse,
 )
@@ -116,7 +117,7 @@ class Called(Way):
 
     def _plan(self, rows: int) -> None:
         self.call = self._call(rows)
-        self.planned = self.library(self.call)
+        self.planned = planned(self.library.title, lambda: self.library(self.call))
         self.room = self._room(rows)
 
     @abstractmethod
@@ -166,12 +167,12 @@ class Called(Way):
     def _ask(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """The library's out [B, Hq, .], and its lse in our terms, [Hq, B], when it was asked for
         one."""
-        query, planned = self.room.query, self.planned
+        query, library = self.room.query, self.planned
         if self.folded:
             query = fold_groups(query, self.step.kv_heads)
-        out, lse = planned.attend(query, key, value)
+        out, lse = library.attend(query, key, value)
         if lse is not None:
-            lse = normalise_lse(lse, layout=planned.lse_layout, base=planned.lse_base)
+            lse = normalise_lse(lse, layout=library.lse_layout, base=library.lse_base)
             lse = unfold_lse(lse, self.group) if self.folded else lse
         return (unfold_groups(out, self.group) if self.folded else out), lse
 
