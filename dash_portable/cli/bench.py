@@ -42,7 +42,7 @@ def bench(
         bool, typer.Option("--record", help="Keep the order found here for the dispatcher.")
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder of bench.json and bench.png.")] = Path(
-        "dash-bench"
+        "bench-out"
     ),
 ) -> None:
     """Measure each usable backend on whole layers (store, select, attend) beside dense attention.

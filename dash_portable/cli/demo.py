@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dash_portable.trial.feed import Feed
     from dash_portable.trial.reading import Reading
 
+_CPU_CHUNK = 512  # so that the progress bar moves
+
 
 def chosen_document(
     sources: list[Path], pages: int, new_tokens: int | None, layers: int
@@ -63,10 +65,11 @@ def demo(
     backend: Annotated[str | None, typer.Option(help="Force this backend.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens of a cache block.")] = 64,
     chunk: Annotated[
-        int | None, typer.Option(help="Prompt tokens of one step; all if not given.")
+        int | None,
+        typer.Option(help="Prompt tokens of one step; by default all on a GPU, 512 on a CPU."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the picture and the figures.")] = Path(
-        "dash-demo"
+        "demo-out"
     ),
 ) -> None:
     """Read a document with attention of the model's true shapes, check rows, draw what was read.
@@ -109,7 +112,7 @@ def demo(
         reading = read(
             feed,
             backend=backend,
-            chunk=chunk,
+            chunk=_CPU_CHUNK if chunk is None and feed.device.type == "cpu" else chunk,
             progress=lambda phase, done: bar.update(task, advance=done, description=phase),
         )
     figures = figures_of(feed, reading)
@@ -192,7 +195,9 @@ def _show(screen: Console, feed: Feed, reading: Reading, figures: dict[str, Any]
     same = len({str(choice.backend) for choice in reading.choices.values()}) == 1
     for phase, choice in list(reading.choices.items())[: 1 if same else None]:
         screen.print()
-        screen.print(choice_table(choice, "who attends" + ("" if same else f", {phase}")))
+        screen.print(
+            choice_table(choice, "who attends" + ("" if same else f", {phase}"), brief=True)
+        )
         for line in stage_lines(choice)[:2]:
             screen.print(line, style="dim", markup=False)
     screen.print()

@@ -76,9 +76,11 @@ def facts(rows: Mapping[str, object]) -> Table:
     return made
 
 
-def choice_table(choice: Choice, title: str = "") -> Table:
+def choice_table(choice: Choice, title: str = "", *, brief: bool = False) -> Table:
     """Every backend's answer: those that can serve in the order they are asked, then the others,
     together where they decline for the same reason.
+
+    brief   of those that decline only the family's name
     """
     made = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     made.add_column("answer")
@@ -88,7 +90,9 @@ def choice_table(choice: Choice, title: str = "") -> Table:
     for one in choice.decisions:
         if not one.ok:
             why = "\n".join(str(reason) for reason in one.rejections)
-            declined.setdefault(why, []).append(one.backend.name)
+            row = one.backend
+            name = row.families[-1] if brief and row.families else row.name
+            declined.setdefault(why, []).append(name)
             continue
         chosen = one.backend is choice.backend
         first = [choice.chosen_by] if chosen else []
@@ -99,7 +103,7 @@ def choice_table(choice: Choice, title: str = "") -> Table:
             style="bold green" if chosen else "green",
         )
     for why, names in declined.items():
-        made.add_row("rejected", ", ".join(names), escape(why), style="dim")
+        made.add_row("rejected", ", ".join(dict.fromkeys(names)), escape(why), style="dim")
     return made
 
 
