@@ -22,6 +22,7 @@ from dash_portable.trial.feed import settle
 # What a server may call; each takes kernels of its own.
 STEP, ESTABLISHED, SHARING = "step", "established", "sharing"
 CALLS = (STEP, ESTABLISHED, SHARING)
+_SEVERAL = 17  # one more than 16: kernels tell multiples of 16 from other numbers
 
 Progress = Callable[[str, int, int], None]
 
@@ -79,8 +80,8 @@ class Kind:
 def kinds(call: str, rows: Sequence[int], longest: int) -> list[Kind]:
     """The kinds of step behind a call of CALLS, with `rows` sequences decoded together."""
     decode = [(1,) * n for n in rows]
-    prompts = [(n,) for n in (longest, longest // 16 * 16, 17, 2)]
-    mixed = [(longest, 1), (17, 2, 1), (16,) * 16, (3,) * 17]
+    prompts = [(n,) for n in (longest, longest // 16 * 16, _SEVERAL, 2)]
+    mixed = [(longest, 1), (_SEVERAL, 2, 1), (16,) * 16, (3,) * _SEVERAL]
     found = list[Kind]()
     if call == ESTABLISHED:
         for trust in Trust:
@@ -141,24 +142,31 @@ class Server:
 
 
 class _Scratch:
-    """A small cache whose blocks all sequences share, under a block table of the server's width."""
+    """A small cache under block tables of the server's width.
 
-    def __init__(self, server: Server) -> None:
+    A sequence has cache blocks of its own for its first tokens and for its last, where steps write;
+    those between are the first sequence's.
+    """
+
+    def __init__(self, server: Server, sequences: int) -> None:
         self.server = server
         config = server.config
         self.held = (config.local_blocks + 4) * config.block + 5
         used = -(-(self.held + 1) // server.block_size)
         wide = max(used, -(-server.max_model_len // server.block_size))
+        own = [*range(min(-(-_SEVERAL // server.block_size), used - 1)), used - 1]
+        blocks = used + (sequences - 1) * len(own)
         self.cache = empty_cache(
             config,
-            used,
+            blocks,
             server.kv_heads,
             server.block_size,
             dtype=server.dtype,
             device=server.device,
         )
-        self.table = torch.zeros(wide, dtype=torch.int32)
-        self.table[:used] = torch.arange(used)
+        self.table = torch.zeros(sequences, wide, dtype=torch.int32)
+        self.table[:, :used] = torch.arange(used)
+        self.table[1:, own] = torch.arange(used, blocks).int().view(sequences - 1, len(own))
         roles = torch.ones(self.held, dtype=torch.int32)
         roles[0] = 2
         self.roles, self.positions = roles, prompt_positions(roles)
@@ -169,7 +177,8 @@ class _Scratch:
         server, count, on = self.server, len(kind.lengths), self.server.device
         rows = [range(self.held, self.held + 1) if n == 1 else range(n) for n in kind.lengths]
         token = torch.tensor([t for of in rows for t in of])
-        slots = self.table[token // server.block_size].long() * server.block_size
+        sequence = torch.tensor([i for i, of in enumerate(rows) for _ in of])
+        slots = self.table[sequence, token // server.block_size].long() * server.block_size
         slots += token % server.block_size
         known = token.clamp_max(self.held - 1)
         pages = torch.tensor([[[0, 0], [0, self.held]]], dtype=torch.int32).repeat(count, 1, 1)
@@ -177,7 +186,7 @@ class _Scratch:
         return describe(
             list(kind.lengths),
             [of[-1] + 1 for of in rows],
-            self.table.repeat(count, 1).to(on),
+            self.table[:count].to(on),
             slots.to(on),
             self.roles[known].to(on),
             self.positions[:, known].to(on) if kind.given else None,
@@ -227,7 +236,8 @@ def warm_up(
 
     Raises UnsupportedError when nobody, or not the forced backend, can serve.
     """
-    scratch, compiled, backends = _Scratch(server), list[Compiled](), dict[str, str]()
+    scratch = _Scratch(server, max(max_rows, _SEVERAL))
+    compiled, backends = list[Compiled](), dict[str, str]()
     rows: Sequence[int] = range(1, max_rows + 1)
     if server.device.type == "cpu":  # nothing compiles: a few show that the steps run
         rows = sorted({1, 2, max_rows})
@@ -259,7 +269,7 @@ def _rebuilt(scratch: _Scratch) -> list[Compiled]:
         step = describe(
             [0],
             [scratch.held],
-            scratch.table[None].to(on),
+            scratch.table[:1].to(on),
             none,
             none,
             None,
