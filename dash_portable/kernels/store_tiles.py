@@ -84,14 +84,13 @@ def store_coordinates_kernel(
         if POSITIONS == 2:
             decoded = length
         if POSITIONS == 1:
-            left = many
-            while left > 0:
-                j = left - 1 - i
-                row = tl.load(order_ptr + begin + j, mask=j >= 0, other=0)
-                extra = tl.load(positions_ptr + 3 * num_rows + row, mask=j >= 0, other=0)
-                given = tl.max(tl.where((j >= 0) & (extra < 0), j, -1), 0)
-                decoded = tl.maximum(decoded, first + given + 1)
-                left = tl.where(given >= 0, 0, left - TILE)
+            for o in range(0, many, TILE):  # from the last row backwards, until one is given
+                if decoded == first:
+                    j = many - 1 - o - i
+                    row = tl.load(order_ptr + begin + j, mask=j >= 0, other=0)
+                    extra = tl.load(positions_ptr + 3 * num_rows + row, mask=j >= 0, other=0)
+                    given = tl.max(tl.where((j >= 0) & (extra < 0), j, -1), 0)
+                    decoded = first + given + 1
         tok, page, num_pages, query_page = first * 0 - 1, first * 0, first * 0, first * 0 - 1
         if decoded > first:
             row = tl.load(order_ptr + begin + decoded - 1 - first)
