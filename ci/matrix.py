@@ -177,11 +177,11 @@ def main(argv: list[str] | None = None) -> int:
     elif args.list:
         print(listing(lanes))
     elif args.shell:
-        lane = next((lane for lane in lanes if lane["lane"] == args.shell), None)
-        if lane is None:
-            names = " ".join(lane["lane"] for lane in lanes)
-            print(f"lane: found {args.shell!r}, needed one of {names}", file=sys.stderr)
+        named = {lane["lane"]: lane for lane in lanes}
+        if args.shell not in named:
+            print(f"lane: found {args.shell!r}, needed one of {' '.join(named)}", file=sys.stderr)
             return 1
+        lane = named[args.shell]
         for name, value in lane.items():
             text = " ".join(value) if isinstance(value, list) else str(value)
             print(f"LANE_{name.upper()}={shlex.quote(text)}")

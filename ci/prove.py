@@ -36,7 +36,8 @@ def findings(lane: Lane, doctor: Mapping[str, Any], versions: Mapping[str, str])
     """
     platform = doctor["platform"]
     found = []
-    for name in ("vendor", "arch"):
+    # A CPU's arch is the host's: no lane asks for one.
+    for name in ("vendor",) if lane["vendor"] == "cpu" else ("vendor", "arch"):
         seen = platform[name] or "nothing"
         if seen != lane[name]:
             found.append(f"{name}: the lane is for {lane[name]}, doctor sees {seen}")

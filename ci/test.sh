@@ -41,7 +41,7 @@ install() {
 }
 
 lint() { "$PYTHON" -m ruff check . && "$PYTHON" -m ruff format --check .; }
-types() { "$PYTHON" -m mypy; }
+types() { "$PYTHON" -m mypy && "$PYTHON" -m mypy -p ci; }
 matrix() { "$PYTHON" -m ci.matrix --check && "$PYTHON" -m pytest -q tests/test_matrix.py; }
 docs() { "$PYTHON" -m ci.docs --check backends environment dispatch; }
 cpu() { "$PYTHON" -m pytest -q -n "$JOBS" tests; }
