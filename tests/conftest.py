@@ -1,0 +1,57 @@
+"""What every test session does: one thread, the vendor that a lane wants, markers of vendors.
+
+torch is imported by the fixtures: other conftests say things to Triton before anything imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+VENDORS = ("nvidia", "amd", "intel")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-vendor",
+        choices=(*VENDORS, "cpu"),
+        metavar="VENDOR",
+        help="fail at once unless this machine's device is VENDOR's (nvidia, amd, intel or cpu)",
+    )
+
+
+def missing(vendor: str) -> str:
+    """Why a vendor's tests cannot run here; "" when they can."""
+    import torch  # noqa: F401  (what is imported decides what the detector can ask)
+
+    from dash_portable import current_platform
+
+    platform = current_platform()
+    return "" if platform.vendor.value == vendor else f"no {vendor} device: this is {platform}"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """A lane without its device fails here, not by skipping all that it was made for."""
+    vendor = session.config.getoption("--require-vendor")
+    reason = missing(vendor) if vendor else ""
+    if reason:
+        pytest.exit(f"--require-vendor {vendor}: {reason}", returncode=1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for vendor in VENDORS:
+        reason = missing(vendor) if item.get_closest_marker(vendor) else ""
+        if reason:
+            pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """The tensors of tests are small: threads that wait for each other cost thirty times more."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
