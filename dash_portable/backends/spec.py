@@ -124,6 +124,12 @@ class Runner(Protocol):
         out   [N, Hq, D]; rows of padding get 0
         """
 
+    def refresh(self) -> None:
+        """Take over what was changed in place in the step's tensors, before a graph's next replay.
+
+        Nothing to do where they are read in `run`.
+        """
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:

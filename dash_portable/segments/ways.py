@@ -68,6 +68,9 @@ class Way(ABC):
         if rows:
             self._plan(rows)
 
+    def refresh(self) -> None:
+        """Positions and tables are read when it runs."""
+
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         for part in self.passes:
             self._attend(part, query[part], cache, ids[part], bias[part], out[part])
