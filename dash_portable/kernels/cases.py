@@ -235,7 +235,7 @@ def _cases() -> dict[str, Case]:
                 {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK, "BIAS": True}
                 | block,
                 _warps(4),
-            ),
+            )._replace(may_spill=_FLOAT32 if dtype == "fp32" else {}),
             f"merge_{dtype}": _case(
                 merge.merge_segments_kernel,
                 dtype,
