@@ -60,9 +60,11 @@ def gather_segments_kernel(
     if BIAS:
         bias = tl.load(bias_ptr + n * TOPK + g, mask=g < TOPK, other=0.0) * (D**0.5)
         dtype = key_ptr.dtype.element_ty
-        high = bias.to(dtype)
-        rest = tl.where(ok, bias - high.to(tl.float32), 0.0).to(dtype)
-        first = tl.where(ok, high.to(tl.float32), MASKED).to(dtype)
+        # The high part by its bits, 8 of significand fit every dtype: a compiler may take a
+        # rounding and its way back for nothing (Intel's does), and the low part would be zero.
+        high = (bias.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        rest = tl.where(ok, bias - high, 0.0).to(dtype)
+        first = tl.where(ok, high, MASKED).to(dtype)
     for h in range(H):
         at = cache_ptr + head_at(h, stride_ch) + base[:, None] + d[None, :]
         key_at = key_ptr + (line * stride_kt + head_at(h, stride_kh))[:, None] + d[None, :]
