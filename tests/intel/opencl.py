@@ -34,11 +34,12 @@ class Module(NamedTuple):
         return (self.args.get("cache_ptr") or self.args["out_ptr"]).removeprefix("*")
 
 
-def modules_of(kernel: str) -> list[Path]:
-    """Every compiled launch row of a kernel, as the path without its ending."""
+def modules_of(kernel: str, constant: str) -> list[Path]:
+    """Every compiled launch row of the kernel with that constant: paths without their ending."""
     found = []
     for path in sorted(Path(os.environ["DASH_INTEL_MODULES"]).glob("*.json")):
-        if json.loads(path.read_text())["kernel"] == kernel:
+        facts = json.loads(path.read_text())
+        if facts["kernel"] == kernel and constant in facts["consts"]:
             found.append(path.with_suffix(""))
     return found
 

@@ -26,9 +26,9 @@ def scene_for(module: Module, group: int | None = None) -> Scene:
     return scene_of(module.dtype, consts["H"], group, consts["D"], consts["P"])
 
 
-def kernels(name: str) -> pytest.MarkDecorator:
-    """Every compiled launch row of a kernel."""
-    found = modules_of(name)
+def kernels(name: str, constant: str = "D") -> pytest.MarkDecorator:
+    """Every compiled launch row of a kernel; two of one name differ by their constants."""
+    found = modules_of(name, constant)
     return pytest.mark.parametrize("stem", found, ids=[stem.name for stem in found])
 
 
@@ -141,7 +141,9 @@ def test_select_decode(cpu: Cpu, stem: Path):
     }
     cpu.launch(module, (consts["SPLIT"] * n,), **dummies(module, given))
     if not consts["TICKET"]:
-        (merging,) = (m for m in modules_of("select_merge_kernel") if m.name.endswith(".generic"))
+        (merging,) = (
+            m for m in modules_of("select_merge_kernel", "TILE") if m.name.endswith(".generic")
+        )
         merge = cpu.load(merging)
         assert merge.consts["TILE"] == consts["TILE"]
         cpu.launch(merge, (n,), **shared)
@@ -228,7 +230,7 @@ def test_attend_decode(cpu: Cpu, stem: Path):
     assert np.abs(found - exact).max() <= scene.allowed(exact, keys)
 
 
-@kernels("attend_merge_kernel")
+@kernels("attend_merge_kernel", "SPLIT")
 def test_attend_merge(cpu: Cpu, stem: Path):
     """Splits without any key among them, and a row that has none at all."""
     module = cpu.load(stem)
@@ -335,7 +337,7 @@ def far_cache(scene: Scene, without_last: bool = False) -> np.ndarray:
     assert scene.num_blocks * FAR > 2**31
     flat = sparse((scene.num_blocks * FAR,), near.dtype)
     steps = (FAR * near.itemsize, *near.strides[1:])
-    far = np.lib.stride_tricks.as_strided(flat, near.shape, steps, writeable=True)
+    far: np.ndarray = np.ndarray(near.shape, near.dtype, buffer=flat, strides=steps)
     far[...] = near
     return far
 
