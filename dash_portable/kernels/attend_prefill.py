@@ -114,8 +114,7 @@ def attend_tile_kernel(
     """One head of a tile: its union, then its local keys. A tile counted -1 has its local keys
     only, and its mass stored.
 
-    PAIR: blocks of the union in one step, 1 or 2. STEP: local keys in one step, a multiple of
-    BLOCK.
+    PAIR: blocks of the union in one step, 1 or 2. STEP: local keys in one step, at least BLOCK.
     """
     head, t = tl.program_id(0), tl.program_id(1)
     seq = tl.load(tile_ptr + t * FIELDS)
@@ -178,15 +177,17 @@ def attend_tile_kernel(
 
         k = tl.arange(0, STEP)
         last = tl.max(pos, 0)
-        start = tl.maximum(tl.min(tl.where(live, pos, 0x7FFFFFFF), 0) + 1 - LOCAL, 0) // STEP * STEP
-        for t0 in tl.range(start, last + 1, STEP, num_stages=STAGES):
+        start = tl.maximum(tl.min(tl.where(live, pos, 0x7FFFFFFF), 0) + 1 - LOCAL, 0)
+        for t0 in tl.range(start // BLOCK * BLOCK, last + 1, STEP, num_stages=STAGES):
             token = t0 + k
             k_ok = token <= last
-            if P % STEP == 0:
-                place = (
-                    tl.load(table_row + t0 // P).to(tl.int64) * stride_cb
-                    + (t0 % P + k).to(tl.int64) * stride_ct
-                )
+            if P % BLOCK == 0 and STEP <= 2 * BLOCK:
+                held = tl.load(table_row + t0 // P)
+                if STEP > BLOCK:
+                    t1 = t0 + BLOCK
+                    second = tl.load(table_row + t1 // P, mask=t1 <= last, other=0)
+                    held = tl.where(k < BLOCK, held, second)
+                place = held.to(tl.int64) * stride_cb + (token % P).to(tl.int64) * stride_ct
             else:
                 place = token_at(table_row, token, k_ok, stride_cb, stride_ct, P)
             key = _load_columns(keys, place, k_ok, D, DP, True)
@@ -262,7 +263,8 @@ def attend_pair_kernel(
     pairs = pair_ptr + tl.full((), 1, tl.int64) * chunk * chunk_pairs
     records = entry_ptr + tl.full((), 4, tl.int64) * chunk * entries
     total = tl.load(first_ptr + tl.full((), 1, tl.int64) * chunk * (keys_total + 1) + keys_total)
-    for e in range(tl.program_id(0), total, tl.num_programs(0)):
+    e = tl.program_id(0)
+    if e < total:
         record = records + e * 4
         seq = tl.load(record).to(tl.int64)
         block = tl.load(record + 1)
@@ -592,7 +594,7 @@ def attend_prefill(
     walked = max(h for h in range(1, launch.pair_heads + 1) if heads % h == 0)
     entries = scratch["entry"].shape[1]
     for chunk in range(chunks):
-        attend_pair_kernel[(min(entries, launch.pair_programs), heads // walked)](
+        attend_pair_kernel[(entries, heads // walked)](
             query,
             *common,
             bias,

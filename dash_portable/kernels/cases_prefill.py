@@ -94,23 +94,16 @@ def _group_cases() -> dict[str, Case]:
     }
 
 
-def _select_case(dtype: str, width: int, redo: bool) -> Case:
-    lists = (
-        "tile_ptr",
-        "order_ptr",
-        "first_ptr",
-        "last_ptr",
-        "page_ptr",
-        "pos_ptr",
-        "ids_ptr",
-        "redo_count_ptr",
-    )
+def _select_case(dtype: str, width: int, stage: str) -> Case:
+    lists = ("first_ptr", "last_ptr", "page_ptr", "pos_ptr", "ids_ptr", "redo_count_ptr")
     types = (
         _pointers(dtype, "query_ptr", "summary_ptr")
-        | _pointers("i32", "range_ptr", *lists, "redo_ptr")
+        | _pointers("i32", "range_ptr", *lists)
         | {"bias_ptr": "*fp32", "factor": "fp32", "floor": "fp32", "inv_sigma": "fp32"}
         | _strides("sr", "rr")
     )
+    few = _pointers("i32", "few_ptr", "best_ptr")
+    tiles = _pointers("i32", "tile_ptr", "redo_ptr")
     consts: dict[str, Any] = {
         "D": width,
         "DP": 128 if width > 64 else 64,
@@ -119,25 +112,36 @@ def _select_case(dtype: str, width: int, redo: bool) -> Case:
         "WINDOW": 16,
         "W": W,
         "HAS_PAGES": True,
-        "FIELDS": group_rows.TILE_FIELDS,
     }
+    fields = {"FIELDS": group_rows.TILE_FIELDS}
     spills = FLOAT32_SPILLS if dtype == "fp32" else {}
-    if redo:
-        types.pop("order_ptr")
+    if stage == "redo":
         return Case(
             select_prefill.select_redo_kernel,
-            types | _ints("num_rows"),
-            consts,
+            types | tiles | _ints("num_rows"),
+            consts | fields,
             _launches(
                 lambda r: Launch(r.redo_warps, 0, {"TILE": r.tile, "GROUPS": r.select_groups}),
                 dtype,
             ),
             may_spill=spills,
         )
+    if stage == "group":
+        return Case(
+            select_prefill.select_group_kernel,
+            types | few,
+            consts,
+            _launches(
+                lambda r: Launch(r.few_warps, 0, {"TILE": r.tile, "GROUPS": r.select_groups}),
+                dtype,
+            ),
+            matrix=dtype != "fp32",
+            may_spill=spills,
+        )
     return Case(
         select_prefill.select_tile_kernel,
-        types,
-        consts,
+        types | few | tiles | _pointers("i32", "order_ptr"),
+        consts | fields,
         _launches(
             lambda r: Launch(
                 r.select_warps,
@@ -297,8 +301,8 @@ PREFILL_CASES: dict[str, Case] = {
     **_group_cases(),
     **_union_cases(),
     **{
-        f"select_{stage}_{dtype}_d{width}": _select_case(dtype, width, stage == "redo")
-        for stage in ("tile", "redo")
+        f"select_{stage}_{dtype}_d{width}": _select_case(dtype, width, stage)
+        for stage in ("tile", "group", "redo")
         for dtype, width in (("bf16", 128), ("fp16", 64), ("fp32", 128))
     },
     **_attend_cases("bf16", 128, 64),

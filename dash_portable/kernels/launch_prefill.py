@@ -14,12 +14,13 @@ class PrefillRow(NamedTuple):
 
     tile            rows of one tile of the grouped order; all kernels share it
     select_*        groups (blocks of one step), warps, stages, further options of the first pass
-    redo_warps      of the second pass
+    few_*           warps and most programs of the pass over a row's doubtful groups
+    redo_warps      of the pass over all blocks of a row
     union_limit     largest union of a tile that is walked for all its rows; a tile with more goes
                     by block. 0: all go by block
     tile_*          the tile kernel: union blocks in one step (1 or 2), local keys in one step
-    pair_*          the kernel by block: rows of one program, heads it walks, programs at most,
-                    eviction policy of its stores ("": none)
+    pair_*          the kernel by block: rows of one program, heads it walks, eviction
+                    policy of its stores ("": none)
     merge_*         rows and warps of one program of the merge
     """
 
@@ -28,6 +29,8 @@ class PrefillRow(NamedTuple):
     select_warps: int = 4
     select_stages: int = 3
     select_options: Mapping[str, Any] = NOTHING
+    few_warps: int = 4
+    few_programs: int = 1056
     redo_warps: int = 4
     union_limit: int = 48
     union_warps: int = 1
@@ -40,7 +43,6 @@ class PrefillRow(NamedTuple):
     pair_heads: int = 10
     pair_warps: int = 4
     pair_stages: int = 2
-    pair_programs: int = 8192
     pair_store: str = ""
     merge_rows: int = 4
     merge_warps: int = 1
@@ -53,7 +55,7 @@ PREFILL: dict[str, PrefillRow] = {
     "sm80": _REGISTER_BOUND,
     "sm86": _REGISTER_BOUND,
     "sm89": _REGISTER_BOUND,
-    "sm90": PrefillRow(pair_stages=3, tile_stages=3),
+    "sm90": PrefillRow(pair_stages=3, tile_stages=3, union_warps=4, merge_rows=2),
     "sm100": PrefillRow(select_warps=8),
     "sm120": _REGISTER_BOUND,
     "gfx1100": _RDNA,

@@ -3,9 +3,10 @@
 A tile of rows passes its blocks once. A row's blocks fall into GROUPS groups (block modulo GROUPS);
 of each group the two best scores stay in registers with their blocks, of the third only the score.
 The window's best are then taken from the two times GROUPS candidates. A row is certain when no
-group's third reaches the last one taken; rows that are not (about one in seven with 64 groups, all
-rows when scores are equal) go to a list, and a second launch passes their blocks with a running
-window. Both are exact, and a row's path depends on the row alone.
+group's third reaches the last one taken. Of the others (about one in seven with 64 groups), those
+with few such groups go to a list, and a second launch looks at all blocks of these groups; the rest
+(all rows when scores are equal) go to another, and a third launch passes all their blocks with a
+running window. All are exact, and a row's path depends on the row alone.
 """
 
 import triton
@@ -16,11 +17,18 @@ from .primitives import (
     BAD_SCORE,
     CLAMP,
     EMPTY,
+    best_of,
     best_of_rows,
     final_score,
     finish_selection,
     pack_score,
+    unpack_index,
 )
+
+NO_GROUP = tl.constexpr(255)
+FEW = tl.constexpr(4)  # doubtful groups of a row that the second launch looks at, one byte each in one int32
+MOST = 16  # largest window
+LISTED = tl.constexpr(3)  # int32 of a row of its list: row, sequence, groups
 
 
 @triton.jit
@@ -65,6 +73,8 @@ def select_tile_kernel(
     bias_ptr,
     redo_count_ptr,
     redo_ptr,
+    few_ptr,
+    best_ptr,
     factor,
     floor,
     inv_sigma,
@@ -83,7 +93,7 @@ def select_tile_kernel(
     FIELDS: tl.constexpr,
 ):
     """One tile of rows of one class: one pass over its blocks, the window's best, the finish;
-    doubtful rows to the list.
+    doubtful rows to one of the lists.
     """
     record = tile_ptr + (tl.num_programs(0) - 1 - tl.program_id(0)) * FIELDS  # long rows first
     seq = tl.load(record)
@@ -161,13 +171,33 @@ def select_tile_kernel(
         # Where every row may choose a block the clamp and NaN were not looked at: neither can be
         # among the best while the last one taken lies above both, and the first below the clamp.
         bound = tl.abs(factor) * CLAMP
-        certain = (least > tl.maximum(-bound, BAD_SCORE)) & (left_out < least) & (most < bound)
+        plain = (least > tl.maximum(-bound, BAD_SCORE)) & (most < bound)
+        certain = plain & (left_out < least)
         certain = certain | ((common <= begin) & (left_out == float("-inf")))
-        doubt = (live & (certain == 0)).to(tl.int32)
-        doubts = tl.sum(doubt, 0)
-        if doubts > 0:
-            place = tl.load(record + 5) + tl.atomic_add(redo_count_ptr + seq, doubts, sem="relaxed")
-            tl.store(redo_ptr + place + tl.cumsum(doubt, 0) - doubt, i, mask=doubt > 0)
+        doubtful = live & (certain == 0)
+        if tl.max(doubtful.to(tl.int32), 0) > 0:
+            reached = (third >= least[:, None]).to(tl.int32)
+            packed = tl.zeros((TILE,), tl.int32)
+            for _ in tl.static_range(FEW):
+                group = tl.min(tl.where(reached > 0, n[None, :], NO_GROUP), 1)
+                packed = (packed << 8) | group
+                reached = tl.where(n[None, :] == group[:, None], 0, reached)
+            few = doubtful & plain & (tl.max(reached, 1) == 0)
+            one_few = few.to(tl.int32)
+            count = tl.sum(one_few, 0)
+            place = tl.atomic_add(redo_count_ptr, count, sem="relaxed", mask=count > 0)
+            place = place + tl.cumsum(one_few, 0) - one_few
+            tl.store(few_ptr + place * LISTED, i, mask=few)
+            tl.store(few_ptr + place * LISTED + 1, seq, mask=few)
+            tl.store(few_ptr + place * LISTED + 2, packed, mask=few)
+            keys = best_ptr + place.to(tl.int64)[:, None] * (2 * W) + w[None, :]
+            tl.store(keys, (best >> 32).to(tl.int32), mask=few[:, None])
+            tl.store(keys + W, best.to(tl.int32), mask=few[:, None])
+            redo = (doubtful & (few == 0)).to(tl.int32)
+            many = tl.sum(redo, 0)
+            place = tl.atomic_add(redo_count_ptr + 1 + seq, many, sem="relaxed", mask=many > 0)
+            place = tl.load(record + 5) + place + tl.cumsum(redo, 0) - redo
+            tl.store(redo_ptr + place, i, mask=redo > 0)
         ids, bias = finish_selection(
             best, tl.minimum(pos // BLOCK + 1, WINDOW), floor, inv_sigma, TOPK, WINDOW, W
         )
@@ -175,6 +205,100 @@ def select_tile_kernel(
         out_ok = live[:, None] & (w[None, :] < TOPK)
         tl.store(ids_ptr + out, ids, mask=out_ok)
         tl.store(bias_ptr + out, bias, mask=out_ok)
+
+
+@triton.jit
+def select_group_kernel(
+    query_ptr,
+    summary_ptr,
+    range_ptr,
+    first_ptr,
+    last_ptr,
+    page_ptr,
+    pos_ptr,
+    ids_ptr,
+    bias_ptr,
+    redo_count_ptr,
+    few_ptr,
+    best_ptr,
+    factor,
+    floor,
+    inv_sigma,
+    stride_sr,
+    stride_rr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOPK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    W: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_PAGES: tl.constexpr,
+):
+    """Rows of the list, one after another: all blocks of their doubtful groups beside the best of
+    the other groups. Scores come from products of the first pass's shape, its rows all the same.
+    """
+    w = tl.arange(0, W)
+    d = tl.arange(0, DP)
+    n = tl.arange(0, GROUPS)
+    free = tl.full((W,), EMPTY, tl.int64) + w  # differ, so that one at a time is taken
+    same = tl.zeros((TILE,), tl.int32)
+    for e in range(tl.program_id(0), tl.load(redo_count_ptr), tl.num_programs(0)):
+        i = tl.load(few_ptr + e * LISTED)
+        seq = tl.load(few_ptr + e * LISTED + 1).to(tl.int64)
+        packed = tl.load(few_ptr + e * LISTED + 2)
+        keys = best_ptr + tl.full((), 2 * W, tl.int64) * e + w
+        held = tl.load(keys).to(tl.int64) << 32
+        held = held | (tl.load(keys + W).to(tl.int64) & 0xFFFFFFFF)
+        held = tl.where(held == EMPTY, free, held)
+        first = tl.load(first_ptr + i)
+        last = tl.load(last_ptr + i)
+        page = tl.load(page_ptr + i)
+        pos = tl.load(pos_ptr + i)
+        query = tl.load(
+            query_ptr + (same + i).to(tl.int64)[:, None] * D + d[None, :],
+            mask=d[None, :] < D,
+            other=0.0,
+        )
+        summary = summary_ptr + seq * stride_sr
+        ranges = range_ptr + seq * stride_rr
+        for k in range(FEW):
+            group = (packed >> (8 * k)) & 255
+            if group != NO_GROUP:
+                held = tl.where(unpack_index(held) % GROUPS == group, free, held)
+                for o in tl.range(group, last + 1, GROUPS * GROUPS, num_stages=1):
+                    block = o + n * GROUPS
+                    ok = (block >= first) & (block <= last)
+                    key_ok = ok[None, :] & (d[:, None] < D)
+                    key = tl.load(summary + block[None, :] * D + d[:, None], mask=key_ok, other=0.0)
+                    raw = tl.max(tl.dot(query, key, input_precision="ieee"), 0)
+                    if HAS_PAGES:
+                        near = ok & (page > 0)
+                        low = tl.load(ranges + block * 2, mask=near, other=0)
+                        high = tl.load(ranges + block * 2 + 1, mask=near, other=0)
+                        ok = ok & ((page <= 0) | ((low <= page) & (page <= high)))
+                    new = tl.where(ok, pack_score(final_score(raw, factor, D), block), EMPTY)
+                    best = tl.max(new, 0)
+                    worst = tl.min(held, 0)
+                    while best > worst:
+                        held = tl.where(held == worst, best, held)
+                        new = tl.where(new == best, EMPTY, new)
+                        best = tl.max(new, 0)
+                        worst = tl.min(held, 0)
+        held = best_of(tl.where(held <= EMPTY + W, EMPTY, held), W, W)
+        ids, bias = finish_selection(
+            tl.reshape(held, (1, W)),
+            tl.full((1,), 1, tl.int32) * tl.minimum(pos // BLOCK + 1, WINDOW),
+            floor,
+            inv_sigma,
+            TOPK,
+            WINDOW,
+            W,
+        )
+        out = i.to(tl.int64) * TOPK + w[None, :]
+        tl.store(ids_ptr + out, ids, mask=w[None, :] < TOPK)
+        tl.store(bias_ptr + out, bias, mask=w[None, :] < TOPK)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -222,7 +346,7 @@ def select_redo_kernel(
     record = tile_ptr + tl.program_id(0) * FIELDS
     seq = tl.load(record)
     begin = tl.load(record + 4) * TILE
-    count = tl.load(redo_count_ptr + seq, mask=seq >= 0, other=0)
+    count = tl.load(redo_count_ptr + 1 + seq, mask=seq >= 0, other=0)
     if begin < count:
         at = begin + tl.arange(0, TILE)
         live = at < count
@@ -284,8 +408,16 @@ def select_redo_kernel(
 def select_shapes(num_rows, num_seqs):
     """Shapes of the int32 tensors that select_prefill needs besides the groups; nothing in them is
     kept.
+
+    redo_count holds the length of the list `few`, then those of the sequences' parts of `redo`;
+    best is the window of the rows in `few`, upper and lower halves of the keys.
     """
-    return {"redo_count": (num_seqs,), "redo": (num_rows,)}
+    return {
+        "redo_count": (num_seqs + 1,),
+        "redo": (num_rows,),
+        "few": (num_rows, LISTED.value),
+        "best": (num_rows, 2 * MOST),
+    }
 
 
 def select_prefill(
@@ -308,12 +440,12 @@ def select_prefill(
     launch,
 ):
     """ids int32 [N, topk] and bias float32 [N, topk] of a step's rows, grouped by group_rows; two
-    launches.
+    launches, three where a row may have more blocks than the first keeps, and a fill.
 
     index_query [N, D] rotated, contiguous; summaries [R, blocks, D] and ranges int32 [R, blocks, 2]
     (None when no row has a page), each sequence contiguous; row_pos int32 [N]; groups: what
     group_rows filled; scratch: tensors of select_shapes. launch: a row of launch_prefill
-    (select_groups, select_warps, select_stages, select_options).
+    (select_*, few_*, redo_warps).
     """
     num_rows, width = index_query.shape
     if num_rows == 0:
@@ -333,25 +465,42 @@ def select_prefill(
         "TILE": tile,
         "GROUPS": launch.select_groups,
         "HAS_PAGES": has_pages,
-        "FIELDS": TILE_FIELDS,
     }
     rows = (groups["first"], groups["last"], groups["page"], row_pos)
-    lists = (ids, bias, scratch["redo_count"], scratch["redo"])
-    keys = (index_query, summaries, ranges if has_pages else row_pos, groups["tiles"])
-    grid = (groups["tiles"].shape[0],)
-    select_tile_kernel[grid](
+    lists = (ids, bias, scratch["redo_count"])
+    few = (scratch["few"], scratch["best"])
+    keys = (index_query, summaries, ranges if has_pages else row_pos)
+    tiles = groups["tiles"]
+    select_tile_kernel[(tiles.shape[0],)](
         *keys,
+        tiles,
         groups["order"],
         *rows,
         *lists,
+        scratch["redo"],
+        *few,
         *numbers,
         *strides,
         **consts,
         STAGES=launch.select_stages,
+        FIELDS=TILE_FIELDS,
         num_warps=launch.select_warps,
         **launch.select_options,
     )
-    redo_grid = (max(grid[0], -(-num_rows // tile)),)
-    select_redo_kernel[redo_grid](
-        *keys, *rows, *lists, num_rows, *numbers, *strides, **consts, num_warps=launch.redo_warps
+    if summaries.shape[1] > 2 * launch.select_groups:
+        select_group_kernel[(min(num_rows, launch.few_programs),)](
+            *keys, *rows, *lists, *few, *numbers, *strides, **consts, num_warps=launch.few_warps
+        )
+    select_redo_kernel[(max(tiles.shape[0], -(-num_rows // tile)),)](
+        *keys,
+        tiles,
+        *rows,
+        *lists,
+        scratch["redo"],
+        num_rows,
+        *numbers,
+        *strides,
+        **consts,
+        FIELDS=TILE_FIELDS,
+        num_warps=launch.redo_warps,
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 from dash_portable.kernels.launch_prefill import PrefillRow
 from tests.kernels.prefill_batch import Batch, Part
 
-BOTH = PrefillRow(tile=16, select_groups=16, union_limit=14, pair_tile=16, pair_programs=5)
+BOTH = PrefillRow(tile=16, select_groups=16, union_limit=14, pair_tile=16)
 FORMS = {
     "both": BOTH,
     "by-block": BOTH._replace(union_limit=0),
