@@ -11,7 +11,18 @@ from torch import Tensor
 from dash_portable import dispatch
 from dash_portable.backends import sdpa
 from dash_portable.cache import CacheShape
-from dash_portable.checks import FLOAT, INDEX, check_rows, check_tensor, on_host
+from dash_portable.checks import (
+    FLOAT,
+    INDEX,
+    check_backend,
+    check_blocks,
+    check_integer,
+    check_rows,
+    check_tensor,
+    host_lengths,
+    is_tensor,
+    on_host,
+)
 from dash_portable.config import DashConfig
 from dash_portable.errors import found_needed
 from dash_portable.pages import check_roles, prompt_positions
@@ -39,7 +50,11 @@ def config_of(sp: Mapping[str, Any] | DashConfig) -> DashConfig:
         return sp
     if not isinstance(sp, Mapping):
         raise found_needed("sp", type(sp).__name__, "a mapping (sparse_attention_config)")
-    key = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in sp.items())
+    # With the types: True and 1.0 equal 1, but are not all right where it is.
+    key = tuple(
+        (k, tuple(v), tuple(map(type, v))) if isinstance(v, list) else (k, v, type(v))
+        for k, v in sp.items()
+    )
     try:
         known = _CONFIGS.get(key)
     except TypeError:  # a value that no key can hold: let the reader say which
@@ -74,9 +89,9 @@ def cache_dash_prefill(
     """
     config = config_of(sp)
     shape = CacheShape.of(cache, config)
-    tokens = len(roles)
-    check_tensor("slots", slots, (tokens,), dtypes=INDEX, device=cache.device)
     positions = prompt_positions(check_roles(roles)).to(cache.device)
+    tokens = len(roles)
+    check_tensor("slots", slots, ("T",), dtypes=INDEX, device=cache.device, sizes={"T": tokens})
     total = shape.num_blocks * shape.block_size
     if on_host(slots) and not bool(((slots >= 0) & (slots < total)).all()):
         bad = slots[(slots < 0) | (slots >= total)][0]
@@ -90,6 +105,12 @@ def cache_dash_prefill(
         positions,
         config=config,
         cache=cache,
+    )
+    check_rows(
+        {"k": (k, ("T", "H", "D")), "v": (v, ("T", "H", "D")), "ik": (ik, ("T", "D"))},
+        dtype=cache.dtype,
+        device=cache.device,
+        sizes={"T": tokens, "H": shape.kv_heads, "D": shape.head_dim},
     )
     # The shared layer rotates queries too; here the keys stand in for them and the result is
     # dropped.
@@ -126,10 +147,18 @@ def paged_dash_prefill(
     Raises ArgumentError, UnsupportedError and BackendError as `DashStep.plan`.
     """
     config = config_of(sp)
-    if not isinstance(length, int) or isinstance(length, bool):
-        raise found_needed("length", type(length).__name__, "an integer")
+    CacheShape.of(cache, config)
+    device = cache.device
+    check_integer("length", length, 0)
+    rows, heads = _query_sizes(q)
+    sizes = {"n": rows}
+    check_tensor("slots", slots, ("n",), dtypes=INDEX, device=device, sizes=sizes)
+    if on_host(slots) and rows and int(slots.min()) < 0:
+        raise found_needed("slots", int(slots.min()), "at least 0 (a prompt has no padding)")
+    # Without them every row would continue from the cache, as a decoded token.
+    check_tensor("positions", positions, (4, "n"), dtypes=INDEX, device=device, sizes=sizes)
     step = describe(
-        [len(q)],
+        [rows],
         [length],
         block_table,
         slots,
@@ -137,13 +166,11 @@ def paged_dash_prefill(
         positions,
         config=config,
         cache=cache,
-        num_heads=q.shape[1] if q.dim() == 3 else None,
+        num_heads=heads,
         trust=trust_of(True, prefix_lens),
         prefix_lens=prefix_lens,
         recomputed=True,
     )
-    if on_host(slots) and not bool((slots >= 0).all()):
-        raise found_needed("slots", int(slots.min()), "at least 0 (a prompt has no padding)")
     return DashStep.of(step, backend).run(q, k, v, iq, ik, cache, head_cls, layer_idx)
 
 
@@ -183,7 +210,11 @@ def paged_dash_decode(
     """
     config = config_of(sp)
     layer_numbers(config, layer_idx)
-    rows = len(slots)
+    CacheShape.of(cache, config)
+    device = cache.device
+    rows, heads = _query_sizes(q)
+    for name, value in (("slots", slots), ("seq_lens", seq_lens)):
+        check_tensor(name, value, ("N",), dtypes=INDEX, device=device, sizes={"N": rows})
     step = describe(
         [1] * rows if on_host(slots) else seq_lens,
         seq_lens,
@@ -194,12 +225,20 @@ def paged_dash_decode(
         config=config,
         cache=cache,
         max_model_len=max_model_len,
-        num_heads=q.shape[1] if q.dim() == 3 else None,
+        num_heads=heads,
         max_query_len=1,
         trust=trust_of(cached_summaries, prefix_lens),
         prefix_lens=prefix_lens,
     )
     return DashStep.of(step, backend).run(q, k, v, iq, ik, cache, head_cls, layer_idx)
+
+
+def _query_sizes(q: object) -> tuple[int, int]:
+    """Rows and heads of `q [N, Hq, D]`, which say how many rows a call has."""
+    if not is_tensor(q) or q.dim() != 3:
+        found = list(q.shape) if is_tensor(q) else type(q).__name__
+        raise found_needed("q", found, "a tensor [N, Hq, D]")
+    return q.shape[0], q.shape[1]
 
 
 def flash_dash_attention(
@@ -223,19 +262,21 @@ def flash_dash_attention(
     keys is never looked at. Raises ArgumentError for wrong shapes and unknown backends,
     UnsupportedError where the backend (FLASH_ATTN without a usable version, say) cannot serve.
     """
+    rows, heads = _query_sizes(q)
     check_tensor("q", q, (None, None, None), dtypes=FLOAT, device=q.device)
-    rows, heads, width = q.shape
+    check_backend(backend)
+    width = q.shape[2]
     check_tensor("bias", bias, (rows, None), dtypes=(torch.float32, q.dtype), device=q.device)
     kept = bias.shape[1]
     for name, size in (("bs", bs), ("local", local)):
-        if size < 8 or size % 8:
+        if check_integer(name, size) < 8 or size % 8:
             raise found_needed(name, size, f"a multiple of 8, such as {max(8, size // 8 * 8)}")
     slots = rows * (kept * bs + local)
-    kv_heads = k.shape[1] if isinstance(k, Tensor) and k.dim() == 3 else None
+    kv_heads = k.shape[1] if is_tensor(k) and k.dim() == 3 else None
     for name, value in (("k", k), ("v", v)):
         check_tensor(name, value, (slots, kv_heads, width), dtypes=(q.dtype,), device=q.device)
     check_tensor("used", used, (rows * (kept + 1),), dtypes=INDEX, device=q.device)
-    if heads % k.shape[1]:
+    if not k.shape[1] or not heads or heads % k.shape[1]:
         raise found_needed("q", f"{heads} heads", f"a multiple of k's {k.shape[1]}")
     request = Request(
         phase="decode",
@@ -248,6 +289,9 @@ def flash_dash_attention(
     )
     runner = dispatch.choice_for(request, q.device, backend=backend).required().load()
     library = getattr(runner, "library", None)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if not rows:
+        return torch.empty_like(q)
     if library is not None:
         return attend_given(library, q, k, v, used, bias.float(), block=bs, local=local)
     # Eager, sdpa and Triton have no library that wants segments: torch attends them.
@@ -270,30 +314,25 @@ def rebuild_summaries(
     these sequences. The cache is written; nothing is returned.
     """
     config = config_of(sp)
+    CacheShape.of(cache, config)
     device = cache.device
-    seqs = len(seq_lens)
+    lengths = host_lengths("seq_lens", seq_lens, device)
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    step = describe([0] * seqs, seq_lens, block_table, none, none, None, config=config, cache=cache)
-    _check_sequences(step)
-    check_rows(
-        {"head_cls": (head_cls, ("D",))},
-        dtype=head_cls.dtype if head_cls.is_floating_point() else cache.dtype,
-        device=device,
-        sizes={"D": step.head_dim},
+    step = describe(
+        [0] * len(seq_lens), seq_lens, block_table, none, none, None, config=config, cache=cache
     )
+    if lengths is not None and on_host(block_table):
+        _check_sequences(lengths, block_table, step)
+    sizes = {"D": step.head_dim}
+    check_tensor("head_cls", head_cls, ("D",), dtypes=FLOAT, device=device, sizes=sizes)
     shared_layer(step).rebuild(cache, head_cls)
 
 
-def _check_sequences(step: Step) -> None:
-    """Lengths and block ids of sequences without new rows, where they lie on the host."""
-    if not on_host(step.seq_lens):
-        return
-    size, limit = step.block_size, step.max_seq_len
-    for seq, length in enumerate(step.seq_lens.tolist()):
-        if not 0 <= length <= limit:
-            raise found_needed(f"seq_lens[{seq}]", length, f"0 to {limit} (what block_table holds)")
-        used = step.block_table[seq, : -(-length // size)]
-        if bool(((used < 0) | (used >= step.cache_shape.num_blocks)).any()):
-            raise found_needed(
-                f"block_table[{seq}]", used.tolist(), f"0 to {step.cache_shape.num_blocks - 1}"
-            )
+def _check_sequences(seq_lens: list[int], block_table: Tensor, step: Step) -> None:
+    """Lengths and block ids of sequences without new rows."""
+    for seq, length in enumerate(seq_lens):
+        if not 0 <= length <= step.max_seq_len:
+            needed = f"0 to {step.max_seq_len} (what block_table holds)"
+            raise found_needed(f"seq_lens[{seq}]", length, needed)
+    seqs = torch.arange(len(seq_lens), device=block_table.device)
+    check_blocks(block_table, step.seq_lens, seqs, step.cache_shape.num_blocks, step.block_size)

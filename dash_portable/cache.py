@@ -10,13 +10,16 @@ already keeps such a cache can hand it over as it is.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dash_portable.checks import FLOAT, check_integer, is_tensor
 from dash_portable.config import DashConfig
-from dash_portable.errors import ArgumentError, UnsupportedError
+from dash_portable.errors import ArgumentError, UnsupportedError, found_needed
 
 # Offsets behind the index key, in elements. What lies from COUNT on stands on chosen rows only.
 ROLE = 0  # every row
@@ -26,8 +29,6 @@ START = 22  # the same row: first token of page i, int32
 LOW = 26  # first row of a complete block: smallest image_page + 1 in it, uint16, 0 for none
 HIGH = 28  # the same row: the largest
 BYTES_END = 30
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +47,19 @@ class CacheShape:
         ArgumentError on another rank, width, dtype or last stride; UnsupportedError for fp8, whose
         numbers cannot carry the state's byte values.
         """
+        if not isinstance(config, DashConfig):
+            raise found_needed("config", type(config).__name__, "a DashConfig")
+        form = "[num_blocks, H + 1, block_size, 2 D]"
+        if not is_tensor(cache):
+            raise found_needed("cache", type(cache).__name__, f"a tensor {form}")
         if cache.dim() != 4:
-            raise ArgumentError(
-                f"cache: found {list(cache.shape)}, needed [num_blocks, H + 1, block_size, 2 D]"
-            )
-        if cache.dtype.itemsize == 1:
+            raise found_needed("cache", list(cache.shape), form)
+        if cache.dtype.is_floating_point and cache.dtype.itemsize == 1:
             raise UnsupportedError(
                 f"cache: found {cache.dtype}, needed float16, bfloat16 or float32 "
                 "(8-bit numbers cannot hold all 256 byte values of the token state)"
             )
-        if cache.dtype not in DTYPES:
+        if cache.dtype not in FLOAT:
             raise ArgumentError(f"cache: found {cache.dtype}, needed float16, bfloat16 or float32")
         blocks, heads, block_size, width = cache.shape
         if width != 2 * config.index_dim:
@@ -67,16 +71,33 @@ class CacheShape:
             raise ArgumentError(
                 f"cache: found {heads} heads, needed at least 2 (kv heads and the auxiliary one)"
             )
-        if cache.stride(-1) != 1:
-            raise ArgumentError(f"cache: found a last stride of {cache.stride(-1)}, needed 1")
+        if blocks < 1:
+            raise ArgumentError("cache: found no block, needed at least 1")
         check_block_size(block_size, config.block)
+        check_strides(cache.shape, cache.stride())
         return cls(
             num_blocks=blocks, kv_heads=heads - 1, block_size=block_size, head_dim=width // 2
         )
 
 
+@functools.lru_cache(maxsize=64)
+def check_strides(shape: Sequence[int], strides: Sequence[int]) -> None:
+    """Last stride 1 and no number in two places, in whatever order the dimensions lie."""
+    if strides[-1] != 1:
+        raise ArgumentError(f"cache: found a last stride of {strides[-1]}, needed 1")
+    end = 0  # the last number of what lies within the dimensions of smaller strides
+    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride <= end:
+            raise ArgumentError(
+                f"cache: found strides {list(strides)} of {list(shape)}, which put several numbers "
+                "in one place, needed a place for each"
+            )
+        end += stride * (size - 1)
+
+
 def check_block_size(block_size: int, block: int) -> None:
     """A sparse block spans whole cache blocks or lies inside one; ArgumentError otherwise."""
+    check_integer("block_size", block_size)
     if block_size < 1 or (block_size % block and block % block_size):
         near = max(block, round(block_size / block) * block)
         raise ArgumentError(
@@ -102,11 +123,12 @@ def empty_cache(
     >>> list(empty_cache(config, 4, 2, 16, dtype=torch.float16).shape)
     [4, 3, 16, 128]
     """
-    for name, value in (("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads)):
-        if value < 1:
-            raise ArgumentError(f"{name}: found {value}, needed at least 1")
-    if dtype not in DTYPES:
-        raise ArgumentError(f"dtype: found {dtype}, needed float16, bfloat16 or float32")
+    if not isinstance(config, DashConfig):
+        raise found_needed("config", type(config).__name__, "a DashConfig")
+    check_integer("num_blocks", num_blocks, 1)
+    check_integer("num_kv_heads", num_kv_heads, 1)
+    if dtype not in FLOAT:
+        raise found_needed("dtype", dtype, "float16, bfloat16 or float32")
     check_block_size(block_size, config.block)
     shape = (num_blocks, num_kv_heads + 1, block_size, 2 * config.index_dim)
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -6,7 +6,10 @@ since looking at it would make the host wait.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,6 +21,39 @@ INDEX = (torch.int32, torch.int64)
 FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 
 Size = int | str | None
+_INT32, _INT64 = 2**31, 2**63
+
+
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor of ordinary memory: not sparse, not nested."""
+    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+
+
+def check_integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """The integer, if it is one and within its bounds; ArgumentError otherwise."""
+    needed = "an integer"
+    if low is not None:
+        needed += f" of at least {low}" if high is None else f" from {low} to {high}"
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or (low is not None and value < low)
+        or (high is not None and value > high)
+    ):
+        raise found_needed(name, repr(value), needed)
+    return value
+
+
+def check_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise found_needed(name, repr(value), "True or False")
+    return value
+
+
+def check_backend(value: object) -> None:
+    """A backend is named by a word; which words there are is the dispatcher's to say."""
+    if value is not None and not isinstance(value, str):
+        raise found_needed("backend", repr(value), "a name, such as 'AUTO'")
 
 
 def check_tensor(
@@ -36,7 +72,7 @@ def check_tensor(
     known = sizes or {}
     numbers = [known.get(s) if isinstance(s, str) else s for s in shape]
     if (
-        isinstance(value, Tensor)
+        is_tensor(value)
         and value.dim() == len(numbers)
         and all(n is None or n == have for n, have in zip(numbers, value.shape, strict=True))
         and value.dtype in dtypes
@@ -61,7 +97,7 @@ def _unfit(
     needed = "[" + ", ".join("any" if s is None else str(s) for s in shape) + "]"
     needed += f" with {meaning}" if meaning else ""
     types = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-    if not isinstance(value, Tensor):
+    if not is_tensor(value):
         return found_needed(name, type(value).__name__, f"a tensor {needed} of {types}")
     numbers = [sizes.get(s) if isinstance(s, str) else s for s in shape]
     if value.dim() != len(numbers) or any(
@@ -70,7 +106,7 @@ def _unfit(
         return found_needed(name, list(value.shape), needed)
     if value.dtype not in dtypes:
         return found_needed(name, str(value.dtype).removeprefix("torch."), types)
-    return found_needed(name, f"device {value.device}", f"{device}, where the cache is")
+    return found_needed(name, f"device {value.device}", f"{device}, where the others are")
 
 
 def check_rows(
@@ -89,100 +125,140 @@ def on_host(value: Tensor) -> bool:
     return value.device.type == "cpu"
 
 
-def host_lengths(name: str, value: Sequence[int] | Tensor) -> list[int] | None:
-    """Lengths as host integers, or None when they lie on a device."""
+def host_lengths(
+    name: str, value: Sequence[int] | Tensor, device: torch.device
+) -> list[int] | None:
+    """Lengths as host integers, or None when they lie on `device`.
+
+    Those of padding may be anything: what 64 bits cannot hold becomes what they can.
+    """
     if isinstance(value, Tensor):
-        if value.dim() != 1 or value.dtype not in INDEX:
-            raise found_needed(
-                name, f"{list(value.shape)} of {value.dtype}", "[R] of int32 or int64"
-            )
+        where = value.device if on_host(value) else device
+        value = check_tensor(name, value, (None,), dtypes=INDEX, device=where)
         return value.tolist() if on_host(value) else None
-    lengths = list(value)
-    for i, length in enumerate(lengths):
-        if not isinstance(length, int) or isinstance(length, bool):
-            raise found_needed(f"{name}[{i}]", repr(length), "an integer")
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
+        raise found_needed(name, repr(value), "a list of integers or a tensor [R]")
+    lengths = []
+    for i, length in enumerate(value):
+        try:
+            whole = operator.index(length)
+        except TypeError:
+            raise found_needed(f"{name}[{i}]", repr(length), "an integer") from None
+        lengths.append(min(max(whole, -_INT64), _INT64 - 1))
     return lengths
 
 
-def check_step_values(
-    *,
-    slots: Tensor,
-    roles: Tensor,
-    positions: Tensor | None,
-    row_seq: Tensor,
-    row_pos: Tensor,
-    seq_lens: Sequence[int],
-    block_table: Tensor,
-    num_blocks: int,
-    block_size: int,
-    max_model_len: int | None,
-    recomputed: bool,
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepValues:
+    """What is looked at in a step whose tensors lie on the host; shapes and types are right.
+
+    slots, row_seq, row_pos, roles [N]    positions [4, N]    seq_lens [R]    block_table [R, max]
+    page_table [R, pages, 2]    longest: tokens that a sequence may have
+    """
+
+    slots: Tensor
+    row_seq: Tensor
+    row_pos: Tensor
+    roles: Tensor
+    positions: Tensor | None
+    seq_lens: Tensor
+    block_table: Tensor
+    page_table: Tensor | None
+    num_blocks: int
+    block_size: int
+    longest: int
+    recomputed: bool
+
+    def check(self) -> None:
+        """ArgumentError for the first wrong value of a live row, or of a sequence that has one."""
+        live = (self.slots >= 0).nonzero().flatten()
+        if not len(live):
+            return
+        seq, position = self.row_seq[live].long(), self.row_pos[live].long()
+        self._check_lengths(seq, position)
+        check_blocks(
+            self.block_table, self.seq_lens, seq.unique(), self.num_blocks, self.block_size
+        )
+        self._check_slots(live, seq, position)
+        role = self.roles[live]
+        _all("roles", role, (role >= 0) & (role <= 2), "0 (text), 1 (image) or 2 (marker)", live)
+        self._check_positions(live, seq, position)
+
+    def _check_lengths(self, seq: Tensor, position: Tensor) -> None:
+        length = self.seq_lens[seq].long()
+        ok = length <= self.longest
+        _all("seq_lens", length, ok, f"at most {self.longest} (max_model_len, block_table)", seq)
+        # The rows of a sequence are its last tokens: too many of them begin before its first.
+        _all("seq_lens", length, position >= 0, "at least its rows that are not padding", seq)
+
+    def _check_slots(self, live: Tensor, seq: Tensor, position: Tensor) -> None:
+        slot, block = self.slots[live], self.block_table[seq, position // self.block_size].long()
+        place = block * self.block_size + position % self.block_size
+        wrong = (place != slot).nonzero()
+        if len(wrong):
+            i = int(wrong[0])
+            raise found_needed(
+                f"slots[{int(live[i])}]",
+                int(slot[i]),
+                f"{int(place[i])}, where block_table puts token {int(position[i])} of sequence "
+                f"{int(seq[i])}",
+            )
+        ordered, order = slot.sort()
+        twice = (ordered[1:] == ordered[:-1]).nonzero()
+        if len(twice):
+            first, second = sorted(live[order[int(twice[0]) :][:2]].tolist())
+            found = f"{int(self.slots[second])}, as in slots[{first}]"
+            raise found_needed(f"slots[{second}]", found, "a place of its own for each new token")
+
+    def _check_positions(self, live: Tensor, seq: Tensor, position: Tensor) -> None:
+        decoded = torch.ones_like(live, dtype=torch.bool)
+        if self.positions is not None:
+            tok, raw, pages, extra = self.positions[:, live].long().unbind(0)
+            whole = (extra >= -_INT32) & (extra < _INT32)
+            _all("positions[3]", extra, whole, "an integer of 32 bits", live)
+            decoded = extra >= 0
+            # A server may leave anything in rows 0 to 2 of a decoded token.
+            free = decoded & (not self.recomputed)
+            limits = (_INT32 - 1, _INT32 - 1, MAX_PAGES)
+            for i, values, limit in zip(range(3), (tok, raw, pages), limits, strict=True):
+                ok = free | ((values >= 0) & (values <= limit))
+                _all(f"positions[{i}]", values, ok, f"0 to {limit}", live)
+            if self.page_table is not None:
+                known = self.page_table.shape[1]
+                needed = f"below {known}, the pages of page_table"
+                _all("positions[2]", pages, free | (pages < known), needed, live)
+        orphan = live[decoded & (position == 0) & (not self.recomputed)]
+        if len(orphan):
+            raise found_needed(
+                "positions",
+                f"no coordinates for row {int(orphan[0])}, the first token of its sequence",
+                "those of the prompt (prompt_positions)",
+            )
+
+
+def check_blocks(
+    block_table: Tensor, seq_lens: Tensor, seqs: Tensor, num_blocks: int, block_size: int
 ) -> None:
-    """The values of a step whose tensors lie on the host; only live rows and sequences count."""
-    live = (slots >= 0).nonzero().flatten()
-    if not len(live):
-        return
-    where = row_seq[live].long()
-    total = num_blocks * block_size
-    _all(
-        "slots", slots[live], slots[live] < total, f"below {total} (num_blocks * block_size)", live
-    )
-    limit = block_table.shape[1] * block_size
-    limit = limit if max_model_len is None else min(limit, max_model_len)
-    lengths = torch.tensor(seq_lens, dtype=torch.int64, device=where.device)[where]
-    named = "block_table" if max_model_len is None else "max_model_len or block_table"
-    _all("seq_lens", lengths, lengths <= limit, f"at most {limit} (what {named} holds)", where)
-    position = row_pos[live].long()
-    if bool((position < 0).any()):
-        row = live[position < 0][0]
-        seq = int(row_seq[row])
-        raise found_needed(
-            f"seq_lens[{seq}]",
-            seq_lens[seq],
-            "at least the number of its rows that are not padding",
-        )
-    blocks = block_table[where, position // block_size].long()
-    used = torch.arange(block_table.shape[1], device=where.device)
-    for seq in where.unique().tolist():
-        entries = block_table[seq][used * block_size < seq_lens[seq]].long()
-        _all(
-            f"block_table[{seq}]",
-            entries,
-            (entries >= 0) & (entries < num_blocks),
-            f"0 to {num_blocks - 1}, the cache's blocks",
-        )
-    place = blocks * block_size + position % block_size
-    wrong = place != slots[live]
-    if bool(wrong.any()):
-        i = int(wrong.nonzero()[0])
-        raise found_needed(
-            f"slots[{int(live[i])}]",
-            int(slots[live[i]]),
-            f"{int(place[i])}, where block_table puts token {int(position[i])} of sequence "
-            f"{int(where[i])}",
-        )
-    role = roles[live].long()
-    _all("roles", role, (role >= 0) & (role <= 2), "0 (text), 1 (image) or 2 (page marker)", live)
-    decoded = torch.ones_like(live, dtype=torch.bool)
-    if positions is not None:
-        tok, raw, pages, extra = positions[:, live].long().unbind(0)
-        decoded = extra >= 0
-        ok = (tok >= 0) & (raw >= 0) & (pages >= 0) & (pages <= MAX_PAGES)
-        # A server may leave anything in rows 0 to 2 of a decoded token.
-        ok |= decoded & (not recomputed)
-        _all("positions", tok, ok, f"rows 0 to 2 of at least 0, at most {MAX_PAGES} pages", live)
-    orphan = decoded & (position == 0) & (not recomputed)
-    if bool(orphan.any()):
-        row = int(live[orphan][0])
-        raise found_needed(
-            "positions",
-            f"no coordinates for row {row}, the first token of its sequence",
-            "those of the prompt (prompt_positions)",
-        )
+    """The entries of `seqs` that hold tokens are blocks of the cache, each at most once."""
+    table, length = block_table[seqs].long(), seq_lens[seqs].long()
+    used = torch.arange(table.shape[1], device=table.device) * block_size < length[:, None]
+    wrong = (used & ((table < 0) | (table >= num_blocks))).nonzero()
+    if len(wrong):
+        row, at = wrong[0].tolist()
+        name = f"block_table[{int(seqs[row])}][{at}]"
+        raise found_needed(name, int(table[row, at]), f"0 to {num_blocks - 1}, the cache's blocks")
+    # What is not used becomes a number of its own.
+    ordered = torch.where(used, table, -1 - torch.arange(table.shape[1], device=table.device))
+    ordered = ordered.sort(1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).nonzero()
+    if len(twice):
+        row, at = twice[0].tolist()
+        found = f"block {int(ordered[row, at])} twice"
+        raise found_needed(f"block_table[{int(seqs[row])}]", found, "a block for each place")
 
 
-def _all(name: str, values: Tensor, ok: Tensor, needed: str, index: Tensor | None = None) -> None:
-    if not bool(ok.all()):
-        i = int((~ok).nonzero()[0])
-        at = i if index is None else int(index[i])
-        raise ArgumentError(f"{name}[{at}]: found {int(values[i])}, needed {needed}")
+def _all(name: str, values: Tensor, ok: Tensor, needed: str, index: Tensor) -> None:
+    wrong = (~ok).nonzero()
+    if len(wrong):
+        i = int(wrong[0])
+        raise found_needed(f"{name}[{int(index[i])}]", int(values[i]), needed)

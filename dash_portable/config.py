@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dash_portable.errors import ConfigError
 
@@ -16,27 +15,83 @@ _FIXED = {
     "training_stage": "dash",
     "dash_stage0": "head_cls",
 }
-_DEFAULTS: dict[str, Any] = {
-    "dash_sigma": 1.0,
-    "sparse_rope_page_pairs": 1,
-    "sparse_rope_page_mod": 2,
-    "sparse_rope_tok_theta": 10000.0,
-    "window": 16,
-    "image_token_id": None,
-    "page_token_id": None,
-}
-_REQUIRED = (
-    "sparse_block_size",
-    "sparse_local_block",
-    "sparse_index_dim",
-    "dash_topk_blocks",
-    "dash_scale_per_layer",
-    "dash_floor_per_layer",
-    *_FIXED,
-)
 BLOCKS = (8, 16, 32, 64, 128)
 MAX_WINDOW = (
     16  # entmax window of the model's own inference code; kernels hold it in one register row
+)
+_MOST_LOCAL = 1024  # blocks: every row gathers its local window
+_TINY = 2.0**-126  # smallest normal float32: below it the logarithm's argument becomes 0
+
+
+class _Rule(NamedTuple):
+    """What one field may hold: its key in a model's configuration, words for it, and a test."""
+
+    key: str
+    needed: str
+    ok: Callable[[Any], bool]
+    required: bool = False
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    # An integer too large for a float is outside every range: compared, never converted.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def _between(key: str, low: int, high: int, *, required: bool = False) -> _Rule:
+    needed = f"an integer from {low} to {high}"
+    return _Rule(key, needed, lambda x: _is_integer(x) and low <= x <= high, required)
+
+
+def _is_token_id(value: object) -> bool:
+    return value is None or (isinstance(value, int) and _is_integer(value) and 0 <= value < 2**63)
+
+
+_SCALE = _Rule("dash_scale_per_layer", "a number of float32", lambda x: _is_number(x, -1e30, 1e30))
+_FLOOR = _Rule(
+    "dash_floor_per_layer",
+    "a number above 0, at most 1 (its log is taken in float32)",
+    lambda x: _is_number(x, _TINY, 1),
+)
+_PER_LAYER = {"scale": _SCALE, "floor": _FLOOR}
+_RULES = {
+    "block": _Rule(
+        "sparse_block_size",
+        " or ".join(map(str, BLOCKS)),
+        lambda x: _is_integer(x) and x in BLOCKS,
+        required=True,
+    ),
+    "local_blocks": _between("sparse_local_block", 1, _MOST_LOCAL, required=True),
+    "index_dim": _Rule(
+        "sparse_index_dim",
+        "a multiple of 16 from 64 to 256",
+        lambda x: _is_integer(x) and 64 <= x <= 256 and x % 16 == 0,
+        required=True,
+    ),
+    "window": _between("window", 1, MAX_WINDOW),
+    "topk": _between("dash_topk_blocks", 1, MAX_WINDOW, required=True),
+    "sigma": _Rule(
+        "dash_sigma", "a number from 1e-30 to 1e30", lambda x: _is_number(x, 1e-30, 1e30)
+    ),
+    "theta": _Rule(
+        "sparse_rope_tok_theta", "a number from 1 to 1e30", lambda x: _is_number(x, 1, 1e30)
+    ),
+    # Pages beyond the 16 bits in which they are kept cannot be told apart.
+    "page_mod": _between("sparse_rope_page_mod", 1, 65536),
+    "image_token_id": _Rule("image_token_id", "a token id, an integer of at least 0", _is_token_id),
+    "page_token_id": _Rule("page_token_id", "a token id, an integer of at least 0", _is_token_id),
+}
+_REQUIRED = (
+    *(rule.key for rule in _RULES.values() if rule.required),
+    *(rule.key for rule in _PER_LAYER.values()),
+    *_FIXED,
+)
+_OPTIONAL = (
+    *(rule.key for rule in _RULES.values() if not rule.required),
+    "sparse_rope_page_pairs",
 )
 
 
@@ -44,41 +99,14 @@ def _wrong(key: str, found: object, needed: str) -> ConfigError:
     return ConfigError(f"sparse_attention_config[{key!r}]: found {found!r}, needed {needed}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _integer(config: Mapping[str, Any], key: str, needed: str, ok: Callable[[int], bool]) -> int:
-    value = config.get(key, _DEFAULTS.get(key))
-    if not isinstance(value, int) or isinstance(value, bool) or not ok(value):
-        raise _wrong(key, value, needed)
-    return value
-
-
-def _positive(config: Mapping[str, Any], key: str) -> float:
-    value = config.get(key, _DEFAULTS.get(key))
-    if not _is_number(value) or value <= 0:
-        raise _wrong(key, value, "a finite number above 0")
-    return float(value)
-
-
-def _per_layer(config: Mapping[str, Any], key: str, layers: int | None) -> tuple[float, ...]:
-    values = config[key]
-    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise _wrong(key, values, "a list with one number a layer")
-    if layers is not None and len(values) != layers:
-        raise _wrong(key, f"{len(values)} numbers", f"{layers}, one a layer")
+def _numbers(rule: _Rule, values: object) -> tuple[float, ...]:
+    """One number a layer, each as the rule wants it."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or not values:
+        raise _wrong(rule.key, values, "a list with one number a layer")
     for i, value in enumerate(values):
-        if not _is_number(value):
-            raise _wrong(f"{key}[{i}]", value, "a finite number")
+        if not rule.ok(value):
+            raise _wrong(f"{rule.key}[{i}]", value, rule.needed)
     return tuple(float(value) for value in values)
-
-
-def _token_id(config: Mapping[str, Any], key: str) -> int | None:
-    value = config.get(key)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise _wrong(key, value, "a token id, an integer of at least 0")
-    return value
 
 
 def _check_keys(config: Mapping[str, Any]) -> None:
@@ -90,12 +118,11 @@ def _check_keys(config: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"sparse_attention_config[{key!r}]: found nothing, needed a value{hint}"
             )
+    absent = [key for key in _OPTIONAL if key not in config]
     for key in config:
-        if key in _REQUIRED or key in _DEFAULTS:
+        if key in _REQUIRED or key in _OPTIONAL:
             continue
-        near = difflib.get_close_matches(
-            str(key), [k for k in _DEFAULTS if k not in config], 1, 0.85
-        )
+        near = difflib.get_close_matches(str(key), absent, 1, 0.85)
         if near:
             raise ConfigError(
                 f"sparse_attention_config[{key!r}]: found an unknown key, needed {near[0]!r}"
@@ -114,6 +141,8 @@ class DashConfig:
     sigma          divides the bias
     index_dim      width of the router's rows, equal to the head width
     theta          base of the token angles; page_mod: pages are told apart modulo this
+
+    Values outside the rule raise ConfigError, under the names of `from_model`.
     """
 
     index_dim: int
@@ -128,6 +157,21 @@ class DashConfig:
     page_mod: int = 2
     image_token_id: int | None = None
     page_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, rule in _RULES.items():
+            if not rule.ok(value := getattr(self, name)):
+                raise _wrong(rule.key, value, rule.needed)
+        if self.topk > self.window:
+            needed = f"an integer from 1 to window ({self.window})"
+            raise _wrong("dash_topk_blocks", self.topk, needed)
+        for name, rule in _PER_LAYER.items():
+            object.__setattr__(self, name, _numbers(rule, getattr(self, name)))
+        if len(self.floor) != len(self.scale):
+            needed = f"{len(self.scale)}, one a layer"
+            raise _wrong("dash_floor_per_layer", f"{len(self.floor)} numbers", needed)
+        for name in ("sigma", "theta"):
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     @property
     def local(self) -> int:
@@ -155,48 +199,19 @@ nothing, needed a value
             raise ConfigError(
                 f"sparse_attention_config: found {type(config).__name__}, needed a mapping"
             )
+        if num_layers is not None and not (_is_integer(num_layers) and num_layers >= 1):
+            raise ConfigError(f"num_layers: found {num_layers!r}, needed an integer of at least 1")
         _check_keys(config)
         for key, value in _FIXED.items():
-            if config[key] != value:
+            if not isinstance(config[key], str) or config[key] != value:
                 raise _wrong(key, config[key], repr(value))
-        blocks = " or ".join(map(str, BLOCKS))
-        topk_max = config.get("window", _DEFAULTS["window"])
-        window = _integer(
-            config, "window", f"an integer from 1 to {MAX_WINDOW}", lambda n: 1 <= n <= MAX_WINDOW
-        )
-        _integer(config, "sparse_rope_page_pairs", "1", lambda n: n == 1)
-        scale = _per_layer(config, "dash_scale_per_layer", num_layers)
-        floor = _per_layer(config, "dash_floor_per_layer", num_layers or len(scale))
-        for i, value in enumerate(floor):
-            if value <= 0:
-                raise _wrong(
-                    f"dash_floor_per_layer[{i}]", value, "a number above 0 (its log is taken)"
-                )
-        return cls(
-            block=_integer(config, "sparse_block_size", blocks, lambda n: n in BLOCKS),
-            local_blocks=_integer(
-                config, "sparse_local_block", "an integer of at least 1", lambda n: n >= 1
-            ),
-            topk=_integer(
-                config,
-                "dash_topk_blocks",
-                f"an integer from 1 to window ({topk_max})",
-                lambda n: 1 <= n <= window,
-            ),
-            window=window,
-            index_dim=_integer(
-                config,
-                "sparse_index_dim",
-                "a multiple of 16 from 64 to 256",
-                lambda n: 64 <= n <= 256 and n % 16 == 0,
-            ),
-            scale=scale,
-            floor=floor,
-            sigma=_positive(config, "dash_sigma"),
-            theta=_positive(config, "sparse_rope_tok_theta"),
-            page_mod=_integer(
-                config, "sparse_rope_page_mod", "an integer of at least 1", lambda n: n >= 1
-            ),
-            image_token_id=_token_id(config, "image_token_id"),
-            page_token_id=_token_id(config, "page_token_id"),
-        )
+        pairs = config.get("sparse_rope_page_pairs", 1)
+        if not _is_integer(pairs) or pairs != 1:
+            raise _wrong("sparse_rope_page_pairs", pairs, "1")
+        rules = {**_RULES, **_PER_LAYER}
+        given = {name: config[rule.key] for name, rule in rules.items() if rule.key in config}
+        made = cls(**given)
+        if num_layers is not None and made.num_layers != num_layers:
+            found = f"{made.num_layers} numbers"
+            raise _wrong("dash_scale_per_layer", found, f"{num_layers}, one a layer")
+        return made

@@ -15,6 +15,7 @@ from torch import Tensor
 from dash_portable import cache as layout
 from dash_portable import reference
 from dash_portable.config import DashConfig
+from dash_portable.errors import found_needed
 from dash_portable.pages import IMAGE, angles, next_coordinates, next_page
 from dash_portable.step import Step, Trust
 
@@ -55,6 +56,7 @@ class EagerLayer:
         ids, bias = self.select(index_query, cache, head_cls, scale, floor)
         return query, ids, bias
 
+    @torch.no_grad()
     def store(
         self,
         q: Tensor,
@@ -69,6 +71,7 @@ class EagerLayer:
         D]`.
         """
         step, live = self.step, self._live
+        _check_writable(cache)
         view = CacheView(cache, step)
         view.write_pages(live)  # first: a decoded marker of this very step may read them
         self.coordinates.zero_()
@@ -77,7 +80,7 @@ class EagerLayer:
         angle = angles(where[:, 0], where[:, 1], step.config, step.head_dim, torch.float32)
         rows = torch.cat([q[live], k[live], iq[live, None], ik[live, None]], 1)
         turned = reference.turn(rows, angle).to(q.dtype)
-        query, index_query = torch.zeros_like(q), torch.zeros_like(iq)
+        query, index_query = q.new_zeros(q.shape), iq.new_zeros(iq.shape)
         query[live], index_query[live] = turned[:, : step.heads], turned[:, -2]
         view.write_rows(live, turned[:, step.heads : -2], v[live], turned[:, -1], where)
         view.close_blocks(live, head_cls)
@@ -88,9 +91,11 @@ class EagerLayer:
         self._live = (self.step.row_pos >= 0).nonzero().flatten()
         self._places.clear()
 
+    @torch.no_grad()
     def rebuild(self, cache: Tensor, head_cls: Tensor) -> None:
         """Summaries, page ranges and page starts of whole sequences, from what any owner stores."""
         step, size = self.step, self.step.config.block
+        _check_writable(cache)
         view = CacheView(cache, step)
         for seq, length in enumerate(step.seq_lens.tolist()):
             if not length:
@@ -101,6 +106,7 @@ class EagerLayer:
                 view.write_index(seqs, first, head_cls)
             view.write_starts(seq, length)
 
+    @torch.no_grad()
     def select(
         self, index_query: Tensor, cache: Tensor, head_cls: Tensor, scale: float, floor: float
     ) -> reference.Selection:
@@ -138,6 +144,13 @@ class EagerLayer:
         exact = exact_dtype(rows.device)
         score = reference.block_scores(query.to(exact), index.summaries.to(exact), scale).float()
         return reference.select(score, candidate, position, config, floor)
+
+
+def _check_writable(cache: Tensor) -> None:
+    if cache.is_inference() and not torch.is_inference_mode_enabled():
+        raise found_needed(
+            "cache", "a tensor made in torch.inference_mode()", "to be used in that mode too"
+        )
 
 
 class BlockIndex:
@@ -203,11 +216,19 @@ class CacheView:
         return layout.from_bytes(elements.unflatten(-1, (4, 4)))
 
     def counts(self, seqs: Tensor, pages: Tensor) -> Tensor:
-        """Tokens of the given pages up to the last image, int64 `[...]`."""
-        table = self.step.page_table
-        if table is not None:
-            return table[seqs.long(), pages.long(), 1].long()
-        return self.bytes(seqs, pages, layout.COUNT, 4)
+        """Tokens of the given pages up to the last image, int64 `[...]`.
+
+        The state in the cache names the pages and may be nonsense: a page that cannot be has none.
+        """
+        table, seqs = self.step.page_table, seqs.long()
+        limit = self.step.seq_lens[seqs] if table is None else table.shape[1]
+        real = (pages >= 0) & (pages < limit)
+        pages = torch.where(real, pages, 0).long()
+        if table is None:
+            count = self.bytes(seqs, pages, layout.COUNT, 4)
+        else:
+            count = table[seqs, pages, 1].long()
+        return torch.where(real, count, 0)
 
     def write_rows(
         self, live: Tensor, key: Tensor, value: Tensor, index_key: Tensor, state: Tensor
@@ -256,7 +277,8 @@ class CacheView:
     def write_starts(self, seq: int, length: int) -> None:
         """First tokens of all pages of one sequence, from its counts."""
         last = torch.tensor([length - 1], device=self.cache.device)
-        pages = min(int(self.states(torch.full_like(last, seq), last)[0, 2]), length - 1)
+        pages = int(self.states(torch.full_like(last, seq), last)[0, 2])
+        pages = min(max(pages, 0), length - 1)
         rows = torch.arange(pages + 1, device=self.cache.device)
         seqs = torch.full_like(rows, seq)
         count = self.counts(seqs, rows)
@@ -319,9 +341,10 @@ class CacheView:
         known yet.
         """
         end = torch.full_like(stored, torch.iinfo(torch.int64).max)
-        known = torch.ones_like(stored, dtype=torch.bool)
-        if self.step.page_table is None:
-            known = num_pages <= stored
+        known = (num_pages >= 0) & (num_pages <= stored)
+        if self.step.page_table is not None:
+            known = torch.ones_like(known)
+            num_pages = num_pages.clamp(0, self.step.page_table.shape[1] - 1)
         seqs, num_pages = seqs[known], num_pages[known]
         if len(seqs):
             # All counts, not the stored start: another owner's cache has none.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dash_portable import ops
+from dash_portable.checks import check_integer, check_tensor
 from dash_portable.config import DashConfig
 from dash_portable.errors import found_needed
 from dash_portable.plan import DashStep, layer_numbers
@@ -68,14 +69,20 @@ class DashAttention(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
+        if not isinstance(config, DashConfig):
+            raise found_needed("config", type(config).__name__, "a DashConfig")
         layer_numbers(config, layer)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         width = config.index_dim if head_dim is None else head_dim
         if width != config.index_dim:
             raise found_needed("head_dim", width, f"{config.index_dim}, the index width")
-        if kv_heads < 1 or num_heads % kv_heads:
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": kv_heads}
+        for name, size in sizes.items():
+            check_integer(name, size, 1)
+        if num_heads % kv_heads:
             raise found_needed("num_heads", num_heads, f"a multiple of num_kv_heads ({kv_heads})")
         self.config = config
+        self.hidden_size = hidden_size
         self.layer = layer
         self.num_heads = num_heads
         self.num_kv_heads = kv_heads
@@ -87,7 +94,14 @@ class DashAttention(nn.Module):
         self.dash_router = DashRouter(hidden_size, config.index_dim, rms_norm_eps)
 
     def forward(self, hidden: Tensor, step: DashStep, cache: Tensor) -> Tensor:
-        """`[N, hidden_size]` of a step's rows to `[N, hidden_size]`; the cache is written."""
+        """`[N, hidden_size]` of a step's rows to `[N, hidden_size]`; the cache is written.
+
+        No gradient flows through the attention.
+        """
+        if not torch.compiler.is_compiling():
+            weight = self.q_proj.weight
+            shape = (None, self.hidden_size)
+            check_tensor("hidden", hidden, shape, dtypes=(weight.dtype,), device=weight.device)
         q = self.q_proj(hidden).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim))

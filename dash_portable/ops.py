@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dash_portable.cache import CacheShape
 from dash_portable.config import DashConfig
-from dash_portable.plan import DashStep, SharedLayer, layer_numbers
+from dash_portable.plan import DashStep, SharedLayer, check_inputs, layer_numbers
 from dash_portable.serve import serve, shared_layer
 from dash_portable.step import Step, Trust
 
@@ -85,7 +85,9 @@ def _store(
     head_cls: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    layer = shared_layer(_step(q.dtype, rest[:-1], rest[-1]))
+    step = _step(q.dtype, rest[:-1], rest[-1])
+    check_inputs(step, q, k, v, iq, ik, head_cls, cache)
+    layer = shared_layer(step)
     query, index_query = layer.store(q, k, v, iq, ik, cache, head_cls)
     return query, index_query, layer.coordinates
 
@@ -100,7 +102,8 @@ def _store_fake(
     head_cls: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(iq), q.new_empty(len(q), 4, dtype=torch.int32)
+    coordinates = q.new_empty(len(q), 4, dtype=torch.int32)
+    return q.new_empty(q.shape), iq.new_empty(iq.shape), coordinates
 
 
 def _select(

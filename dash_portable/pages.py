@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dash_portable.config import DashConfig
-from dash_portable.errors import ArgumentError
+from dash_portable.errors import ArgumentError, found_needed
 
 TEXT, IMAGE, MARKER = 0, 1, 2
 MAX_PAGES = 65535  # a block's page range is kept in 16 bits
@@ -40,6 +40,9 @@ def check_roles(roles: Tensor, name: str = "roles") -> Tensor:
     """Roles on the host as `[T]` int64; ArgumentError on another rank, type, or value than 0, 1,
     2.
     """
+    if not isinstance(roles, Tensor) or roles.layout is not torch.strided or roles.is_meta:
+        found = roles.layout if isinstance(roles, Tensor) else type(roles).__name__
+        raise found_needed(name, found, "a tensor [T] with values")
     if roles.dim() != 1:
         raise ArgumentError(f"{name}: found {list(roles.shape)}, needed [T]")
     if roles.dtype.is_floating_point or roles.dtype.is_complex or roles.dtype == torch.bool:

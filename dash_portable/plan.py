@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from dash_portable.cache import CacheShape
+from dash_portable.cache import CacheShape, check_strides
 from dash_portable.checks import (
+    FLOAT,
     INDEX,
+    StepValues,
+    check_backend,
+    check_flag,
+    check_integer,
     check_rows,
-    check_step_values,
     check_tensor,
     host_lengths,
     on_host,
@@ -158,6 +162,7 @@ class DashStep:
     @classmethod
     def of(cls, step: Step, backend: str | None) -> DashStep:
         """Choose who serves a described step, and let it plan."""
+        check_backend(backend)
         choice, shared, runner = serve(step, backend)
         return cls(step, choice, shared, runner)
 
@@ -176,9 +181,12 @@ class DashStep:
         """Store the new tokens of one layer and attend; gives `[N, Hq, D]`, zeros for padding.
 
         q [N, Hq, D], k and v [N, H, D], iq and ik [N, D], head_cls [D]: unrotated, in the cache's
-        type. The cache is written. `out`, if given, is filled and returned.
+        type. The cache is written. `out`, if given, is contiguous; it is filled and returned.
+        No gradient flows through it.
         """
         step = self.step
+        if head_cls is None:
+            raise found_needed("head_cls", None, "a tensor [D]: without it nothing can be selected")
         check_inputs(step, q, k, v, iq, ik, head_cls, cache)
         scale, floor = layer_numbers(step.config, layer)
         if out is None:
@@ -190,6 +198,8 @@ class DashStep:
                 device=step.device,
                 sizes=_sizes(step),
             )
+            if not out.is_contiguous():
+                raise found_needed("out", f"strides {list(out.stride())}", "a contiguous tensor")
         query, ids, bias = self._shared.prepare(q, k, v, iq, ik, cache, head_cls, scale, floor)
         self.selection = (ids, bias)
         self._runner.run(query, cache, ids, bias, out)
@@ -208,7 +218,8 @@ class DashStep:
         """Refill a planned decode step in place, for the next replay of a graph that captured it.
 
         Every tensor has the shape it had in the plan; nothing is allocated that the graph reads.
-        ArgumentError unless the step was planned with `graph=True`, or if a tensor comes or goes.
+        ArgumentError unless the step was planned with `graph=True`, if a tensor comes or goes, and
+        as `plan` for wrong ones. The step is then as it was.
         """
         step = self.step
         if not step.graph:
@@ -228,8 +239,15 @@ class DashStep:
                 raise found_needed(
                     name, "None" if value is None else "a tensor", f"as planned, {planned} it"
                 )
-            if value is not None and own is not None and value.shape != own.shape:
-                raise found_needed(name, list(value.shape), list(own.shape))
+            if value is not None and own is not None:
+                where = own.device
+                if isinstance(value, Tensor) and on_host(value):
+                    where = value.device
+                check_tensor(name, value, tuple(own.shape), dtypes=INDEX, device=where)
+        if on_host(step.slots):
+            lengths = seq_lens.clamp(-(2**31), 2**31 - 1)
+            row_pos = row_positions(slots, step.row_seq, step.query_start, lengths)
+            _check_values(step, slots, row_pos, roles, positions, seq_lens, block_table, page_table)
         for value, own in new.values():
             if value is not None and own is not None:
                 own.copy_(value)
@@ -239,14 +257,14 @@ class DashStep:
 
 
 def trust_of(cached_summaries: bool, prefix_lens: Tensor | None) -> Trust:
-    if not cached_summaries:
+    if not check_flag("cached_summaries", cached_summaries):
         return Trust.NONE
     return Trust.CACHED if prefix_lens is None else Trust.PREFIX
 
 
 def layer_numbers(config: DashConfig, layer: int) -> tuple[float, float]:
     """Scale and floor of one layer."""
-    if not isinstance(layer, int) or not 0 <= layer < config.num_layers:
+    if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < config.num_layers:
         raise found_needed("layer", repr(layer), f"0 to {config.num_layers - 1}")
     return config.scale[layer], config.floor[layer]
 
@@ -266,14 +284,8 @@ def check_inputs(
     cache: Tensor,
 ) -> None:
     """The tensors of one layer fit the planned step."""
-    if cache.shape != _cache_shape(step) or cache.dtype != step.dtype:
-        raise found_needed(
-            "cache",
-            f"{list(cache.shape)} of {cache.dtype}",
-            f"{list(_cache_shape(step))} of {step.dtype}, as planned",
-        )
-    if cache.stride(-1) != 1:
-        raise found_needed("cache", f"a last stride of {cache.stride(-1)}", 1)
+    check_tensor("cache", cache, _cache_shape(step), dtypes=(step.dtype,), device=step.device)
+    check_strides(cache.shape, cache.stride())
     rows = {
         "q": (q, ("N", "Hq", "D")),
         "k": (k, ("N", "H", "D")),
@@ -287,7 +299,7 @@ def check_inputs(
             "head_cls",
             head_cls,
             ("D",),
-            dtypes=(torch.float16, torch.bfloat16, torch.float32),
+            dtypes=FLOAT,
             device=step.device,
             sizes=_sizes(step),
         )
@@ -321,7 +333,7 @@ def describe(
     """Check the arguments of `DashStep.plan` and put them in the form that kernels read."""
     shape = CacheShape.of(cache, config)
     device = cache.device
-    heads = shape.kv_heads if num_heads is None else num_heads
+    heads = shape.kv_heads if num_heads is None else check_integer("num_heads", num_heads)
     if heads < 1 or heads % shape.kv_heads:
         near = max(1, round(heads / shape.kv_heads)) * shape.kv_heads
         raise found_needed(
@@ -329,28 +341,19 @@ def describe(
             heads,
             f"a multiple of the cache's {shape.kv_heads} kv heads, such as {near}",
         )
-    host_query, host_seq = (
-        host_lengths("query_lens", query_lens),
-        host_lengths("seq_lens", seq_lens),
-    )
+    if max_model_len is not None:
+        check_integer("max_model_len", max_model_len, 1)
+    if max_query_len is not None:
+        check_integer("max_query_len", max_query_len, 0)
+    check_flag("graph", graph)
+    if deterministic is not None:
+        check_flag("deterministic", deterministic)
+    host_query = host_lengths("query_lens", query_lens, device)
+    host_seq = host_lengths("seq_lens", seq_lens, device)
     seqs = len(query_lens)
     if len(seq_lens) != seqs:
         raise found_needed("seq_lens", f"{len(seq_lens)} lengths", f"{seqs}, as many as query_lens")
-    rows = len(slots)
-    sizes = {"R": seqs, "N": rows}
-
-    def index(name: str, value: Tensor, dims: Sequence[int | str | None]) -> Tensor:
-        return check_tensor(name, value, dims, dtypes=INDEX, device=device, sizes=sizes)
-
-    index("slots", slots, ("N",))
-    index("roles", roles, ("N",))
-    index("block_table", block_table, ("R", None))
-    if positions is not None:
-        index("positions", positions, (4, "N"))
-    if page_table is not None:
-        index("page_table", page_table, ("R", None, 2))
-    if prefix_lens is not None:
-        index("prefix_lens", prefix_lens, ("R",))
+    rows = len(check_tensor("slots", slots, (None,), dtypes=INDEX, device=device))
     if host_query is not None:
         row_seq, query_start = _host_rows(host_query, rows, device)
         longest = max(host_query, default=0)
@@ -362,27 +365,28 @@ def describe(
             raise found_needed("max_query_len", None, "a number, since query_lens lies on a device")
         row_seq, query_start = _device_rows(query_lens, rows, seqs, max_query_len)
         longest = max_query_len
-    device_seq = _int32(seq_lens, device, copy=graph)
+    sizes = {"R": seqs, "N": rows}
+
+    def index(name: str, value: Tensor, dims: Sequence[int | str | None]) -> Tensor:
+        return check_tensor(name, value, dims, dtypes=INDEX, device=device, sizes=sizes)
+
+    index("roles", roles, ("N",))
+    index("block_table", block_table, ("R", None))
+    if positions is not None:
+        index("positions", positions, (4, "N"))
+    if page_table is not None:
+        index("page_table", page_table, ("R", None, 2))
+        if not page_table.shape[1]:
+            raise found_needed("page_table", list(page_table.shape), "at least page 0")
+    if prefix_lens is not None:
+        index("prefix_lens", prefix_lens, ("R",))
+    device_seq = _int32(seq_lens if host_seq is None else host_seq, device, copy=graph)
     own_slots = slots.to(torch.int64, copy=graph)
     row_pos = row_positions(own_slots, row_seq, query_start, device_seq)
     bound = block_table.shape[1] * shape.block_size
     if max_model_len is not None:
         bound = min(bound, max_model_len)
-    if host_seq is not None and not graph and on_host(slots):
-        check_step_values(
-            slots=own_slots,
-            roles=roles,
-            positions=positions,
-            row_seq=row_seq,
-            row_pos=row_pos,
-            seq_lens=host_seq,
-            block_table=block_table,
-            num_blocks=shape.num_blocks,
-            block_size=shape.block_size,
-            max_model_len=max_model_len,
-            recomputed=recomputed,
-        )
-    return Step(
+    step = Step(
         config=config,
         cache_shape=shape,
         heads=heads,
@@ -406,13 +410,44 @@ def describe(
         deterministic=wanted_deterministic(deterministic),
         graph=graph,
     )
+    if host_seq is not None and on_host(slots):
+        lengths = torch.tensor(host_seq, dtype=torch.int64, device="cpu")
+        # Values as they were given: in 32 bits a wrong one may look right.
+        _check_values(step, slots, row_pos, roles, positions, lengths, block_table, page_table)
+    return step
+
+
+def _check_values(
+    step: Step,
+    slots: Tensor,
+    row_pos: Tensor,
+    roles: Tensor,
+    positions: Tensor | None,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    page_table: Tensor | None,
+) -> None:
+    StepValues(
+        slots=slots,
+        row_seq=step.row_seq,
+        row_pos=row_pos,
+        roles=roles,
+        positions=positions,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        page_table=page_table,
+        num_blocks=step.cache_shape.num_blocks,
+        block_size=step.block_size,
+        longest=step.max_seq_len,
+        recomputed=step.recomputed,
+    ).check()
 
 
 def _int32(value: Lengths, device: torch.device, *, copy: bool) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=torch.int32, copy=copy)
     # Padding sequences may hold any length, also one that 32 bits cannot.
-    lengths = torch.tensor(list(value), dtype=torch.int64, device="cpu")
+    lengths = torch.tensor(value, dtype=torch.int64, device="cpu")
     return lengths.clamp(-(2**31), 2**31 - 1).int().to(device)
 
 

@@ -29,7 +29,8 @@ def request_of(step: Step) -> Request:
         group_size=step.group,
         block=step.config.block,
         block_size=step.block_size,
-        graph=step.graph,
+        # Nothing is captured on a CPU: such a step is only refilled.
+        graph=step.graph and step.device.type != "cpu",
         deterministic=step.deterministic,
     )
 

@@ -117,7 +117,8 @@ def row_positions(slots: Tensor, row_seq: Tensor, query_start: Tensor, seq_lens:
     before = torch.cat([seen.new_zeros(1), seen])
     end = before[query_start[1:].long()][row_seq.long()]
     position = seq_lens.long()[row_seq.long()] - 1 - (end - seen)
-    return torch.where(live, position, -1).int()
+    # Below -1 only where the length is nonsense; in 32 bits it could become a place far away.
+    return torch.where(live, position, -1).clamp_min(-1).int()
 
 
 def rows_of(query_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -28,9 +28,11 @@ class Runner:
     def refresh(self) -> None:
         """Nothing was read from the step's tensors yet."""
 
+    @torch.no_grad()
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         out.zero_()
-        for part in (self.step.row_pos >= 0).nonzero().flatten().split(self._rows):
+        live = (self.step.row_pos >= 0).nonzero().flatten()
+        for part in live.split(self._rows) if len(live) else ():
             out[part] = self._attend(query[part], cache, ids[part], bias[part], part).to(out.dtype)
 
     def _attend(

@@ -50,19 +50,23 @@ class Runner:
                 self._many.append((seq, mine.nonzero().flatten()))
         self._few = few.nonzero().flatten()
 
+    @torch.no_grad()
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         out.zero_()
-        if len(self._few):
-            for part in self._few.split(self._gathered):
-                out[part] = self._gather(query[part], cache, ids[part], bias[part], part).to(
-                    out.dtype
-                )
+        few = [self._few]
         for seq, rows in self._many:
             for part in rows.split(_ROWS):
                 blocks = SequenceBlocks(self.step, cache, seq)
-                out[part] = blocks.attend(
+                made = blocks.attend(
                     query[part], ids[part], bias[part], self.step.row_pos[part].long()
-                ).to(out.dtype)
+                )
+                out[part] = made.to(out.dtype)
+                # In a shared product, NaN and infinity reach rows that do not read them.
+                few.append(part[~made.flatten(1).sum(1).isfinite()])
+        rows = torch.cat(few)
+        for part in rows.split(self._gathered) if len(rows) else ():
+            made = self._gather(query[part], cache, ids[part], bias[part], part)
+            out[part] = made.to(out.dtype)
 
     def _gather(
         self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, rows: Tensor
@@ -90,7 +94,9 @@ def attend_given(
     kept, kv_heads = bias.shape[1], key.shape[1]
     live = given_slots(used, kept, block=block, local=local)
     both = [
-        x.float().view(rows, -1, kv_heads, width).masked_fill(~live[..., None, None], 0.0)
+        x.float()
+        .view(rows, kept * block + local, kv_heads, width)
+        .masked_fill(~live[..., None, None], 0.0)
         for x in (key, value)
     ]
     prior = bias.repeat_interleave(block, 1)
