@@ -4,10 +4,12 @@
 #   bash ci/intel/run.sh                    all of it
 #   ONLY=select_decode_bf16 bash ci/intel/run.sh    one case
 #   CASES=module:NAME ...                   another table of cases
+#   bash ci/intel/run.sh --write            write docs/kernels-intel.md instead of checking it
 #
 # 1. SPIR-V for pvc and dg2, and for a device without matrix unit ("generic")
 # 2. native code for PVC and Arc A by Intel's offline compiler, its spills recorded
 # 3. the generic modules executed on the CPU through OpenCL, held to the NumPy brute force
+# 4. docs/kernels-intel.md is what this run found
 #
 # What it does not say: this is Triton 3.3, and no code for Battlemage (B580) or Lunar Lake is built natively.
 set -uo pipefail
@@ -15,6 +17,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 home=.cache/intel
 out="$home/out"
 cases="${CASES:-dash_portable.kernels.cases:CASES}"
+if [[ "${1:-}" == --write ]]; then check=(); else check=(--check); fi
 
 bash ci/intel/prepare.sh "$home" || exit 1
 rm -rf "$out"
@@ -56,6 +59,7 @@ step "SPIR-V for the CPU" compile generic "$out/generic.json" --warps 32
 step "native code" python3 -m ci.intel.spirv native "$out/spirv" --home "$home"
 step "strip" python3 -m ci.intel.spirv strip "$out/spirv" "$out/cpu" --home "$home"
 step "execution" execute
+[[ -n "${ONLY:-}${CASES:-}" ]] || step "page" python3 -m ci.docs ${check[@]+"${check[@]}"} intel --from "$out"
 if [[ ${#failed[@]} -gt 0 ]]; then
     echo "Intel lane failed: ${failed[*]}. Run it locally: bash ci/test.sh intel" >&2
     exit 1

@@ -53,6 +53,7 @@ class Cpu:
         self.context = cl.Context([self.device])
         self.queue = cl.CommandQueue(self.context)
         self.binaries = binaries
+        self.executed: set[str] = set()  # names of cases
 
     def load(self, stem: Path) -> Module:
         """Build the module, or load what an earlier run built of the same bytes.
@@ -73,6 +74,7 @@ class Cpu:
                 kept.write_bytes(program.get_info(cl.program_info.BINARIES)[0])
             entry = cl.Kernel(program, facts["kernel"])
         lanes = facts["warps"] * facts["threads"]
+        self.executed.add(stem.name.partition(".")[0])
         return Module(entry, facts["args"], facts["consts"], facts["shared"], lanes)
 
     def launch(self, module: Module, grid: Sequence[int], **arguments: Any) -> None:
