@@ -1,9 +1,9 @@
 """Decode on this GPU: is it right, how long does every stage and every candidate launch row take?
 
-    python benchmarks/tune_decode.py                        everything, compiled by 12 processes
+    python benchmarks/tune_decode.py                        everything, compiled by 15 processes
     first; some minutes
-    python benchmarks/tune_decode.py check layer --jobs 4   only these parts: check select pages
-    attend layer host
+    python benchmarks/tune_decode.py check layer --jobs 4   only these parts: check host layer
+    select pages
 
 Times are medians of CUDA graphs with L2 emptied before every call (the emptying alone is
 subtracted), in us.
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -33,6 +34,7 @@ from dash_portable.cache import CacheShape
 from dash_portable.config import DashConfig
 from dash_portable.eager import EagerLayer
 from dash_portable.kernels import launch
+from dash_portable.plan import DashStep
 from dash_portable.step import Step, row_positions
 from dash_portable.triton_layer import TritonLayer
 
@@ -40,21 +42,56 @@ D, BS, P = 128, 32, 64
 PAGE = 274  # a marker and 273 image tokens
 CONFIG = DashConfig(index_dim=D, scale=(60.0,), floor=(1e-4,))
 DEVICE = torch.device("cuda")
-SELECTS = [
-    launch.SelectRow(tile=tile, programs=programs, warps=warps, ticket=ticket, dependent=True)
-    for tile, warps, programs, ticket in [
-        *itertools.product((64,), (4,), (512, 1024, 2048, 4096), (True,)),
-        *itertools.product((32,), (2, 4), (1024, 4096), (True,)),
-        *itertools.product((128,), (4, 8), (512, 1024, 2048), (True,)),
-        *itertools.product((64,), (2, 8), (1024, 2048), (True,)),
-        (64, 4, 1024, False),
-    ]
-]
-CHECKED = [SELECTS[1], SELECTS[5], SELECTS[10], SELECTS[-1]]
+# Tile, splits of a row and warps of one program: at 32K with the store, at 128K alone.
+JOINT = [
+    (64, 16, 8), (64, 16, 4), (128, 8, 8), (32, 32, 4), (64, 8, 4), (32, 16, 2), (32, 32, 2),
+    (64, 4, 4), (128, 8, 4), (32, 8, 2), (128, 4, 8), (64, 8, 8), (256, 4, 8), (256, 4, 4),
+]  # fmt: skip
+ALONE = [
+    (64, 64, 8), (128, 32, 8), (32, 64, 4), (64, 32, 8), (64, 16, 4), (64, 8, 4), (128, 8, 8),
+    (64, 4, 4), (64, 2, 4), (128, 4, 8), (32, 8, 2), (32, 4, 4), (64, 8, 8), (256, 16, 8),
+    (256, 4, 8),
+]  # fmt: skip
+HEADS = (4, 8)  # beside 16
+
+
+def select_row(
+    shape: tuple[int, int, int], rows: int, *, ahead: bool = False, **other: Any
+) -> launch.SelectRow:
+    """A row of the table that gives this number of splits for a number of rows."""
+    tile, split, warps = shape
+    return launch.SelectRow(
+        tile=tile,
+        programs=split * rows,
+        warps=warps,
+        ahead=ahead,
+        **{"ticket": True, "dependent": True} | other,
+    )
+
+
+def joint_rows(rows: int) -> list[launch.SelectRow]:
+    found = [select_row(shape, rows, ahead=ahead) for shape in JOINT for ahead in (False, True)]
+    return [*found, *(select_row(JOINT[1], rows, heads=heads) for heads in HEADS)]
+
+
+def alone_rows(rows: int) -> list[launch.SelectRow]:
+    found = [select_row(shape, rows, ahead=ahead) for shape in ALONE for ahead in (False, True)]
+    return [*found, select_row(ALONE[4], rows, ticket=False)]
+
+
+def checked_rows(rows: int) -> list[launch.SelectRow]:
+    picked = [(64, 4, 4), (32, 8, 2), (128, 2, 8)]
+    found = [select_row(shape, rows, ahead=ahead) for shape in picked for ahead in (False, True)]
+    return [*found, select_row(picked[0], rows, ticket=False)]
+
+
 ATTENDS = [
     launch.AttendRow(split=split, warps=warps, ticket=ticket)
     for split, warps, ticket in [
-        *itertools.product((1, 2, 4, 8, 16), (1, 2), (True,)),
+        *itertools.product((1, 2, 4, 8), (1,), (True,)),
+        *itertools.product((4, 8, 16), (2,), (True,)),
+        (16, 1, True),
+        (16, 4, True),
         (4, 1, False),
         (16, 1, False),
     ]
@@ -141,10 +178,14 @@ class Case:
             launch.SELECT = {"*": (row,)}
         return TritonLayer(self.step)
 
-    def runner(self, row: launch.AttendRow | None = None) -> Runner:
+    def runner(self, row: launch.AttendRow | None = None, *, dependent: bool = True) -> Runner:
         if row is not None:
             launch.ATTEND = {"*": (row,)}
-        return Runner(self.step)
+        kept = launch.SELECT
+        launch.SELECT = {"*": (launch.SelectRow(dependent=dependent),)}
+        made = Runner(self.step)
+        launch.SELECT = kept
+        return made
 
 
 def median_us(call: Callable[[], object], calls: int) -> float:
@@ -184,6 +225,14 @@ def cold_us(call: Callable[[], object]) -> float:
         call()
 
     return median_us(both, 8) - median_us(empty, 8)
+
+
+def begun(call: Callable[[], object]) -> Callable[[], object]:
+    """Its first call made: compiled or read from the disk, and loaded."""
+    begin = time.perf_counter()
+    call()
+    LOADED[0] += time.perf_counter() - begin
+    return call
 
 
 def selected(case: Case, layer: TritonLayer) -> Callable[[], object]:
@@ -248,7 +297,7 @@ def check(lines: list[str]) -> None:
             worst = max(worst, float(error))
         lines.append(f"      attention, all {len(ATTENDS)} rows: relative error {worst:.1e}")
         bad = []
-        for row in CHECKED:
+        for row in checked_rows(rows):
             again = case.layer(row)
             for one in (selected(case, again), prepared(case, again)):
                 one()
@@ -300,71 +349,89 @@ def cases(context: int, pages: bool) -> Iterator[Case]:
         torch.cuda.empty_cache()
 
 
-def short(row: launch.SelectRow) -> str:
-    merged = "" if row.ticket else " two launches"
-    return f"tile {row.tile} programs {row.programs} warps {row.warps}{merged}"
+def short(row: launch.SelectRow | launch.AttendRow, rows: int = 1) -> str:
+    end = "" if row.ticket else " 2 launches"
+    if isinstance(row, launch.AttendRow):
+        return f"split {row.split} warps {row.warps}{end}"
+    more = (" ahead" if row.ahead else "") + ("" if row.heads == 16 else f" heads {row.heads}")
+    return f"tile {row.tile} split {row.programs // rows} warps {row.warps}{more}{end}"
+
+
+def ranked(times: dict[Any, float], rows: int, many: int) -> str:
+    best = sorted(times, key=times.__getitem__)[:many]
+    return "; ".join(f"{times[row]:.1f} ({short(row, rows)})" for row in best)
 
 
 def tune_select(lines: list[str], *, pages: bool) -> None:
     for case in cases(1 << 17, pages):
         times = {}
-        for row in SELECTS:
-            call = selected(case, case.layer(row))
-            call()
+        for row in alone_rows(case.rows):
+            call = begun(selected(case, case.layer(row)))
             times[row] = cold_us(call)
-        best = sorted(times, key=times.__getitem__)[:4]
-        text = "; ".join(f"{times[row]:.1f} ({short(row)})" for row in best)
-        lines.append(
-            f"select 128K pages={pages} N={case.rows}: {text}; "
-            f"two launches {times[SELECTS[-1]]:.1f}"
-        )
-
-
-def tune_attend(lines: list[str]) -> None:
-    for case in cases(1 << 15, False):
         launch.SELECT = dict(TABLES[0])
-        layer, times = case.layer(), {}
-        for row in ATTENDS:
-            call = attended(case, layer, case.runner(row))
-            call()
-            times[row] = cold_us(call)
-        best = sorted(times, key=times.__getitem__)[:4]
-        text = "; ".join(
-            f"{times[r]:.1f} (split {r.split} warps {r.warps} ticket {r.ticket})" for r in best
+        shipped = selected(case, case.layer())
+        shipped()
+        last = next(time for row, time in times.items() if not row.ticket)
+        TABLE.append(
+            f"select 128K pages={pages!s:5} N={case.rows:<3} shipped {cold_us(shipped):.1f}, "
+            f"best {ranked(times, case.rows, 3)}"
         )
-        lines.append(f"attend 32K N={case.rows}: {text}")
+        lines.append(
+            f"select 128K pages={pages} N={case.rows}: {ranked(times, case.rows, 8)}; "
+            f"two launches {last:.1f}"
+        )
 
 
 def tune_layer(lines: list[str]) -> None:
-    """Store and select as one launch under every row, then the whole layer with the table's own
-    rows.
+    """At 32K: parts, the whole layer as shipped, every variant of the two launches, and the best
+    two of each together, with and without programmatic dependent launch.
     """
     for case in cases(1 << 15, False):
-        times = {}
-        for row in SELECTS:
-            call = prepared(case, case.layer(row))
-            call()
-            times[row] = cold_us(call)
-        best = sorted(times, key=times.__getitem__)[:3]
-        text = "; ".join(f"{times[row]:.1f} ({short(row)})" for row in best)
-        lines.append(f"store+select 32K N={case.rows}: {text}")
         launch.SELECT, launch.ATTEND = dict(TABLES[0]), dict(TABLES[1])
         layer, runner = case.layer(), case.runner()
-        call = whole(case, layer, runner)
-        call()
+        call = begun(whole(case, layer, runner))
         store = lambda c=case, y=layer: y.store(*c.inputs, c.cache, c.head_cls)  # noqa: E731
         store()
         parts = {
-            "layer": call,
             "store": store,
             "select": selected(case, layer),
             "store+select": prepared(case, layer),
             "attend": attended(case, layer, runner),
         }
         text = ", ".join(f"{name} {cold_us(part):.1f}" for name, part in parts.items())
-        lines.append(
-            f"LAYER 32K N={case.rows} (rows of launch.py): {text}, "
-            f"layer warm {median_us(call, 20):.1f}"
+        shipped = f"{cold_us(call):.1f}"
+        plain = whole(case, layer, case.runner(dependent=False))
+        plain()
+        text = f"layer {shipped}, without PDL {cold_us(plain):.1f}, {text}"
+        text += f", warm {median_us(call, 20):.1f}"
+        TABLE.append(f"shipped 32K N={case.rows:<3} {text}")
+        lines.append(TABLE[-1])
+        joint = {}
+        for row in joint_rows(case.rows):
+            part = begun(prepared(case, case.layer(row)))
+            joint[row] = cold_us(part)
+        lines.append(f"store+select 32K N={case.rows}: {ranked(joint, case.rows, 26)}")
+        TABLE.append(f"store+select 32K N={case.rows:<3} {ranked(joint, case.rows, 3)}")
+        alone = {}
+        launch.SELECT = dict(TABLES[0])
+        layer = case.layer()
+        for row in ATTENDS:
+            part = begun(attended(case, layer, case.runner(row)))
+            alone[row] = cold_us(part)
+        lines.append(f"attend 32K N={case.rows}: {ranked(alone, 1, 12)}")
+        TABLE.append(f"attend 32K N={case.rows:<3} {ranked(alone, 1, 3)}")
+        both = {}
+        for first in sorted(joint, key=joint.__getitem__)[:3]:
+            for second in sorted(alone, key=alone.__getitem__)[:2]:
+                for dependent in (True, False):
+                    layer = case.layer(first)
+                    call = begun(whole(case, layer, case.runner(second, dependent=dependent)))
+                    name = f"{short(first, case.rows)} + {short(second)}"
+                    both[name + (" PDL" if dependent else " plain")] = cold_us(call)
+        best = sorted(both, key=both.__getitem__)
+        lines.append(f"layer 32K N={case.rows}: " + "; ".join(f"{both[n]:.1f} ({n})" for n in best))
+        TABLE.append(
+            f"layer 32K N={case.rows:<3} " + "; ".join(f"{both[n]:.1f} ({n})" for n in best[:3])
         )
 
 
@@ -372,27 +439,37 @@ def host(lines: list[str]) -> None:
     """Time of the host alone for one layer, without a graph; the GPU's queue is kept short."""
     case = Case(1, 1 << 12, pages=False)
     launch.SELECT, launch.ATTEND = dict(TABLES[0]), dict(TABLES[1])
-    call = whole(case, case.layer(), case.runner())
-    call()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(200):
-        begin = time.perf_counter()
+    layer, runner = case.layer(), case.runner()
+    step = DashStep.of(case.step, None)
+    out = torch.empty_like(case.inputs[0])
+    parts = {
+        "step.run": lambda: step.run(*case.inputs, case.cache, case.head_cls, 0, out),
+        "prepare + attend": whole(case, layer, runner),
+        "prepare": prepared(case, layer),
+        "attend": attended(case, layer, runner),
+    }
+    text = []
+    for name, call in parts.items():
         call()
-        times.append(time.perf_counter() - begin)
-        torch.cuda.synchronize()
-    times.sort()
-    lines.append(
-        f"host time of one layer: median {times[100] * 1e6:.0f} us, best {times[0] * 1e6:.0f} us"
-    )
+        times = []
+        for _ in range(300):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - begin)
+        times.sort()
+        text.append(f"{name} {times[150] * 1e6:.0f} (best {times[0] * 1e6:.0f})")
+    TABLE.append("host us of one layer: " + ", ".join(text))
+    lines.append(TABLE[-1])
 
 
+TABLE: list[str] = []
+LOADED = [0.0]
 TABLES = (dict(launch.SELECT), dict(launch.ATTEND))
 PARTS: dict[str, Callable[[list[str]], None]] = {
     "check": check,
     "host": host,
     "layer": tune_layer,
-    "attend": tune_attend,
     "select": lambda lines: tune_select(lines, pages=False),
     "pages": lambda lines: tune_select(lines, pages=True),
 }
@@ -400,26 +477,36 @@ PARTS: dict[str, Callable[[list[str]], None]] = {
 
 def warm(index: int, of: int) -> None:
     """Compile this process's share of the variants, on four rows of a short context."""
-    work: list[Callable[[], object]] = []
-    for row, rows in itertools.product(SELECTS, (1, 8, 64, 256)):
-        work.append(lambda r=row, n=rows: _compile(n, 1 << 15, 10, 1, r, selected_too=False))
-        work.append(lambda r=row, n=rows: _compile(n, 1 << 17, 2, 1, r, selected_too=True))
-    for row, (rows, group) in itertools.product(CHECKED, ((9, 1), (65, 4))):
-        work.append(lambda r=row, n=rows, g=group: _compile(n, 8192, 2, g, r, selected_too=True))
-        work.append(lambda r=row, n=rows, g=group: _compile(n, 8192, 2, g, r, selected_too=False))
-    for job in work[index::of]:
-        job()
+    four = 4
+    work: list[tuple[Any, ...]] = [("joint", row, 1 << 15, 10, 1) for row in joint_rows(four)]
+    work += [("alone", row, 1 << 17, 2, 1) for row in alone_rows(four)]
+    for group in (1, 4):
+        work += [("joint", row, 1 << 13, 2, group) for row in checked_rows(four)]
+        work += [("alone", row, 1 << 13, 2, group) for row in checked_rows(four)]
+        work += [("attend", row, 1 << 13, 2, group) for row in ATTENDS]
+    work += [("attend", row, 1 << 15, 10, 1) for row in ATTENDS]
+    for rows in (1, 8, 64, 256):
+        row = launch.select_row("sm90", rows, 1024)
+        row = row._replace(rows=None, programs=four * launch.split_of(row, rows, 1024))
+        work += [(kind, row, 1 << 15, 10, 1) for kind in ("joint", "alone")]
+        row = launch.select_row("sm90", rows, 4096)
+        row = row._replace(rows=None, programs=four * launch.split_of(row, rows, 4096))
+        work.append(("alone", row, 1 << 17, 2, 1))
+    for job in list(dict.fromkeys(work))[index::of]:
+        _compile(*job)
 
 
-def _compile(
-    rows: int, context: int, heads: int, group: int, row: launch.SelectRow, *, selected_too: bool
-) -> None:
-    """One row of SELECT as it is specialised for a case: selection alone, or with the store."""
+def _compile(kind: str, row: Any, context: int, heads: int, group: int) -> None:
+    """One row as it is specialised for a context: selection alone, with the store, or attention."""
     small = Case(4, 4096, pages=False, heads=heads, group=group)
-    split = launch.split_of(row, rows, context // BS)
+    if kind == "attend":
+        runner = small.runner(row)
+        query = small.inputs[0]
+        ids = torch.full((4, CONFIG.topk), -1, dtype=torch.int32, device=DEVICE)
+        runner.run(query, small.cache, ids, ids.float(), torch.empty_like(query))
+        return
     small.step = replace(small.step, max_seq_len=context)
-    layer = small.layer(row._replace(programs=4 * split))
-    (selected if selected_too else prepared)(small, layer)()
+    (prepared if kind == "joint" else selected)(small, small.layer(row))()
 
 
 def main() -> None:
@@ -427,7 +514,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", default=[])
-    parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1))
+    parser.add_argument("--jobs", type=int, default=min(15, os.cpu_count() or 1))
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.warm:
@@ -448,9 +535,17 @@ def main() -> None:
     ]
     for name in args.parts or PARTS:
         begin = time.perf_counter()
+        LOADED[0] = 0.0
         PARTS[name](lines)
-        print(f"{name}: {time.perf_counter() - begin:.0f} s", *lines[1:], sep="\n", flush=True)
+        took = time.perf_counter() - begin
+        print(
+            f"{name}: {took:.0f} s, {LOADED[0]:.0f} s of it first calls",
+            *lines[1:],
+            sep="\n",
+            flush=True,
+        )
         del lines[1:]
+    print("", lines[0], *TABLE, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -60,13 +60,13 @@ class TritonLayer:
 
     @property
     def coordinates(self) -> Tensor:
-        """int32 [N, 4] of the rows, after store: tok, page, num_pages, query_page. Of a step with
-        several rows a sequence.
+        """int32 [N, 4] of the rows, after a store on its own: tok, page, num_pages, query_page.
+
+        Where rows are alone in their sequence selection finds them in the cache instead.
         """
-        assert self._tiles is not None, (
-            "rows that are alone in their sequence keep theirs in the cache"
-        )
-        return self._tiles.coordinates.T
+        rows = self._rows or self._tiles
+        assert rows is not None, "one of the two was made"
+        return rows.coordinates if self._rows is rows else rows.coordinates.T
 
     def refresh(self) -> None:
         """Take over what was changed in place in the step's tensors: our copies of them."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .kernels import launch
 from .kernels.group_rows import group_rows, group_shapes
-from .kernels.launch import power_of_two
+from .kernels.launch import Launch, power_of_two
 from .kernels.launch_prefill import prefill_row
 from .kernels.select_decode import select_decode_kernel, select_merge_kernel, store_select_kernel
 from .kernels.select_prefill import select_prefill, select_shapes
@@ -60,9 +60,11 @@ class RowSelection:
         self._group = torch.empty(
             (rows, groups) if several else (1, 1), dtype=torch.int64, device=device
         )
+        self.coordinates = torch.empty((rows, 4), dtype=torch.int32, device=device)
         self._ticket = torch.zeros((rows, 1 if row.ticket else 2), dtype=torch.int32, device=device)
         self._chunk = min(max(power_of_two(groups), 16), launch.CHUNK)
-        self._several = several
+        self._two = several and not row.ticket  # a second launch ends the rows
+        self._joint: Launch | None = None
         self._select = (
             config.local_blocks,
             config.topk,
@@ -71,6 +73,7 @@ class RowSelection:
             self._split,
             self._chunk,
             row.ticket,
+            row.ahead,
         )
         self._inverse_sigma = 1.0 / config.sigma
         self._dummy = layer._turns
@@ -93,6 +96,11 @@ class RowSelection:
         paged = 0 if pages is None else pages.stride(0)
         return (*cache.stride()[:3], table, paged)
 
+    def _parts(self, heads: int) -> tuple[int, int]:
+        """kv heads of one program that stores, and how many such programs a row has."""
+        heads = min(heads, power_of_two(self._step.kv_heads))
+        return heads, -(-self._step.kv_heads // heads)
+
     def store(
         self,
         q: Tensor,
@@ -106,17 +114,21 @@ class RowSelection:
         layer, step = self._layer, self._step
         q, k, v, iq, ik = _rows_contiguous(q, k, v, iq, ik)
         given = head_cls is not None
+        heads, parts = self._parts(launch.STORE_ROW_HEADS)
         run = layer.launch(
             f"store {given}",
             store_row_kernel,
-            (step.kv_heads + 1) * step.num_rows,
-            (*layer._sizes, *layer._blocks, layer._given, layer._pages is not None, given),
+            (parts + 1) * step.num_rows,
+            (
+                *layer._sizes, *layer._blocks, layer._given, layer._pages is not None, given,
+                heads, parts,
+            ),
             warps=launch.STORE_ROW_WARPS,
         )
         run(
             q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls if given else
             layer._turns, layer._turns,
-            *self._common(), step.num_rows,
+            *self._common(), self.coordinates, step.num_rows,
             q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0),
             *self._strides(cache),
         )  # fmt: skip
@@ -133,30 +145,38 @@ class RowSelection:
         scale: float,
         floor: float,
     ) -> None:
-        layer, step, row = self._layer, self._step, self._row
-        if not step.num_rows:
+        if not self._step.num_rows:
             return
         q, k, v, iq, ik = _rows_contiguous(q, k, v, iq, ik)
-        run = layer.launch(
-            "store_select",
+        run = self._joint
+        if run is None:
+            run = self._joint = self._join()
+        run(
+            q, k, v, iq, ik, cache, head_cls, scale, floor,
+            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0), *cache.stride()[:3],
+        )  # fmt: skip
+        if self._two:
+            self._merge(floor)
+
+    def _join(self) -> Launch:
+        layer, step, row = self._layer, self._step, self._row
+        heads, parts = self._parts(row.heads)
+        pages = layer._pages
+        return Launch(
             store_select_kernel,
-            (self._split + step.kv_heads + 1) * step.num_rows,
+            (self._split + parts + 1) * step.num_rows,
             (
-                *layer._sizes, *layer._blocks, layer._given, layer._pages is not None, True,
-                *self._select, row.dependent,
+                *layer._sizes, *layer._blocks, layer._given, pages is not None, True,
+                *self._select, heads, parts, row.dependent,
+            ),
+            fixed=(
+                layer.query, layer.index_query, layer._turns, *self._common(), self._score,
+                self._group, self._ticket, layer.ids, layer.bias, step.num_rows, self._scores,
+                self._inverse_sigma, step.block_table.stride(0),
+                0 if pages is None else pages.stride(0),
             ),
             warps=row.warps,
         )  # fmt: skip
-        run(
-            q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls, layer._turns,
-            *self._common(),
-            self._score, self._group, self._ticket, layer.ids, layer.bias, step.num_rows,
-            self._scores,
-            scale, floor, self._inverse_sigma,
-            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0),
-            *self._strides(cache),
-        )  # fmt: skip
-        self._merge(floor)
 
     def select(
         self, index_query: Tensor, cache: Tensor, side: Side | None, scale: float, floor: float
@@ -188,12 +208,11 @@ class RowSelection:
             max_blocks, self._scores,
             scale, floor, self._inverse_sigma, index_query.stride(0), *strides,
         )  # fmt: skip
-        self._merge(floor)
+        if self._two:
+            self._merge(floor)
 
     def _merge(self, floor: float) -> None:
         """The second launch, where a ticket is not allowed and a row may have several tiles."""
-        if self._row.ticket or not self._several:
-            return
         layer, step, config = self._layer, self._step, self._step.config
         run = layer.launch(
             "merge",

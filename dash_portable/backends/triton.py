@@ -23,7 +23,6 @@ class DecodeRunner:
     """Rows one by one, each split over its segments where there are few."""
 
     def __init__(self, step: Step, arch: str) -> None:
-        self._step = step
         config, rows, heads = step.config, step.num_rows, step.heads
         programs = rows * step.kv_heads
         row = launch.attend_row(arch, programs, step.deterministic)
@@ -39,14 +38,20 @@ class DecodeRunner:
         dependent = launch.select_row(arch, rows, step.max_blocks).dependent
         options = {"launch_pdl": True} if dependent else {}
         sizes = (step.kv_heads, step.group, width, padded, step.block_size, config.block)
-        rest = (power_of_two(config.block), config.local_blocks, config.topk, split)
+        # A matrix product takes no fewer than 16 keys: smaller blocks are padded.
+        keys = max(power_of_two(config.block), 16) if dot else power_of_two(config.block)
+        rest = (keys, config.local_blocks, config.topk, split)
         self._attend = Launch(
             attend_decode_kernel,
             programs * split,
             (*sizes, *rest, max(power_of_two(step.group), 16), dot, row.ticket, dependent),
+            fixed=(
+                step.row_pos, step.row_seq, step.block_table, self._sum, self._mass, self._ticket,
+                step.block_table.stride(0),
+            ),
             warps=row.dot_warps if dot else row.warps,
             **options,
-        )
+        )  # fmt: skip
         self._merge = None
         if split > 1 and not row.ticket:
             self._merge = Launch(
@@ -54,11 +59,7 @@ class DecodeRunner:
             )
 
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
-        step = self._step
-        self._attend(
-            query, cache, step.row_pos, step.row_seq, step.block_table, ids, bias, out,
-            self._sum, self._mass, self._ticket, *cache.stride()[:3], step.block_table.stride(0),
-        )  # fmt: skip
+        self._attend(query, cache, ids, bias, out, *cache.stride()[:3])
         if self._merge is not None:
             self._merge(self._sum, self._mass, out)
 

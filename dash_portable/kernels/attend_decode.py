@@ -56,9 +56,9 @@ def _segment(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def attend_decode_kernel(
-    query_ptr, cache_ptr, row_pos_ptr, row_seq_ptr, table_ptr, ids_ptr, bias_ptr, out_ptr, sum_ptr,
-    mass_ptr, ticket_ptr,
-    stride_cb, stride_ch, stride_ct, stride_table, H: tl.constexpr, G: tl.constexpr,
+    query_ptr, cache_ptr, ids_ptr, bias_ptr, out_ptr, stride_cb, stride_ch, stride_ct,
+    row_pos_ptr, row_seq_ptr, table_ptr, sum_ptr, mass_ptr, ticket_ptr, stride_table,
+    H: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr,
     P: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, LOCAL: tl.constexpr, TOPK: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -79,10 +79,11 @@ def attend_decode_kernel(
     PER: tl.constexpr = (ALL + SPLIT - 1) // SPLIT
     d = tl.arange(0, DP)
     d_ok = d < D
-    if PDL:
-        gdc_wait()  # before the first load: whatever ran before, its stores are seen
+    # Rows and tables are the step's own: no launch of a layer writes them.
     p = tl.load(row_pos_ptr + n)
     table_ptr += tl.load(row_seq_ptr + n, mask=p >= 0, other=0).to(tl.int64) * stride_table
+    if PDL:
+        gdc_wait()  # before the first load of what the launch before may have stored
     cache_ptr += head_at(h, stride_ch)
     lo = tl.maximum(p + 1 - LOCAL * BS, 0)
     begin = s * PER

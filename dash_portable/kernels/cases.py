@@ -129,9 +129,11 @@ def _select_rows(*, fused: bool) -> dict[str, tuple[Row, ...]]:
                 "SPLIT": launch.split_of(row, count, blocks),
                 "CHUNK": min(groups, launch.CHUNK),
                 "TICKET": row.ticket,
+                "AHEAD": row.ahead,
             }
             if fused:
-                consts["PDL"] = row.dependent
+                heads = min(row.heads, launch.power_of_two(H))
+                consts |= {"HEADS": heads, "PARTS": -(-H // heads), "PDL": row.dependent}
             found.append(Row(warps=row.warps, consts=consts, label=f"{count}x{blocks}"))
         table[arch] = tuple(found)
     return table
@@ -174,6 +176,7 @@ def _cases() -> dict[str, Case]:
     page = {"PAGE_MOD": 2}
     choice = {"LOCAL": LOCAL, "TOPK": TOPK, "WINDOW": WINDOW}
     row_sizes = _SIZES | {"G": 1} | _HALF | _BLOCKS | page
+    stored = {"HEADS": launch.STORE_ROW_HEADS, "PARTS": -(-H // launch.STORE_ROW_HEADS)}
     half, block, copy = _HALF, _BLOCKS, launch.COPY_TILE
     cases = {}
     for dtype in ("bf16", "fp16", "fp32"):
@@ -184,7 +187,7 @@ def _cases() -> dict[str, Case]:
             f"store_row_{dtype}": _case(
                 store.store_row_kernel,
                 dtype,
-                row_sizes | given | {"HEAD_CLS": True},
+                row_sizes | given | {"HEAD_CLS": True} | stored,
                 _warps(launch.STORE_ROW_WARPS),
             ),
             f"store_tile_{dtype}": _case(

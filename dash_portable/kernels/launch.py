@@ -15,6 +15,7 @@ COORDINATES_TILE = 128
 COORDINATES_WARPS = 4
 STORE_WARPS = 4  # of a tile of one block
 STORE_ROW_WARPS = 1
+STORE_ROW_HEADS = 4  # kv heads of one program
 SUMMARY_WARPS = 4
 COPY_TILE = 32
 PAGES_TILE = 128
@@ -28,6 +29,9 @@ class SelectRow(NamedTuple):
 
     tile      blocks scored at once: 16 to 256, a power of two
     programs  of one launch at most, spread over the rows: more rows, fewer splits
+    ahead     summaries of a scan are asked for before the row's page is known, and of the next tile
+              before this one's scores
+    heads     kv heads that one program of the joint launch stores: a power of two
     """
 
     rows: int | None = None
@@ -35,6 +39,8 @@ class SelectRow(NamedTuple):
     tile: int = 64
     programs: int = 1024
     warps: int = 4
+    ahead: bool = False
+    heads: int = 16
     ticket: bool = False
     dependent: bool = False
 
@@ -65,16 +71,18 @@ _RDNA = (
 )
 SELECT: Mapping[str, tuple[SelectRow, ...]] = {
     "sm90": (
-        SelectRow(rows=8, blocks=1024, tile=64, ticket=True, dependent=True),
-        SelectRow(rows=8, tile=64, ticket=True, dependent=True),
-        SelectRow(rows=64, tile=64, ticket=True, dependent=True),
-        SelectRow(tile=64, programs=2048, ticket=True, dependent=True),
+        SelectRow(rows=8, blocks=1024, warps=8, ticket=True, dependent=True),
+        SelectRow(rows=2, programs=2048, warps=8, ticket=True, dependent=True),
+        SelectRow(rows=8, tile=128, warps=8, ticket=True, dependent=True),
+        SelectRow(rows=64, programs=512, ticket=True, dependent=True),
+        SelectRow(blocks=1024, tile=32, programs=4096, warps=2, ticket=True, dependent=True),
+        SelectRow(programs=512, ticket=True, dependent=True),
     ),
     EVERYWHERE: (SelectRow(tile=64),),
 }
 ATTEND: Mapping[str, tuple[AttendRow, ...]] = {
     "sm90": (
-        AttendRow(programs=132, split=16, warps=1, ticket=True),
+        AttendRow(programs=40, split=16, warps=2, ticket=True),
         AttendRow(programs=320, split=8, warps=1, ticket=True),
         AttendRow(programs=1280, split=2, warps=1, ticket=True),
         AttendRow(split=4, warps=1, ticket=True),
@@ -144,16 +152,19 @@ def turns(theta: float, head_dim: int) -> list[int]:
 
 
 class Launch:
-    """One kernel with its grid and constants. Called with the run-time arguments in the kernel's
-    order.
+    """One kernel with its grid, its constants and, last of its run-time arguments, those that never
+    change. Called with the run-time arguments before them, in the kernel's order.
 
     A launch through Triton's own door binds and classifies every argument again. Here the compiled
-    kernel is kept by what can change between calls: types and alignment of the tensors, and the
-    integers. Triton's interpreter compiles nothing, and so do versions without a compiled kernel to
+    kernel is kept by what can change between calls: the integers, and types and alignment of the
+    tensors. Triton's interpreter compiles nothing, and so do versions without a compiled kernel to
     call: they take the usual door each time.
     """
 
-    __slots__ = ("_compiled", "_consts", "_direct", "_grid", "_kernel", "_options")
+    __slots__ = (
+        "_compiled", "_consts", "_direct", "_fixed", "_grid", "_kernel", "_options", "_sized",
+        "_tail",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -161,6 +172,7 @@ class Launch:
         grid: int,
         consts: tuple[Any, ...],
         *,
+        fixed: tuple[Any, ...] = (),
         warps: int,
         stages: int = 0,
         **options: Any,
@@ -168,6 +180,7 @@ class Launch:
         self._kernel = kernel
         self._grid = (grid, 1, 1)
         self._consts = consts
+        self._fixed = fixed
         self._options = {
             "num_warps": warps,
             **({"num_stages": stages} if stages else {}),
@@ -175,24 +188,44 @@ class Launch:
         }
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._direct = hasattr(kernel, "device_caches")  # a function of the interpreter has none
+        self._tail = (*(_plain(arg) for arg in fixed), *consts)
+        self._sized = False
 
     def __call__(self, *args: Any) -> None:
-        if self._direct:
-            key = tuple([_class(arg) for arg in args])
-            run = self._compiled.get(key)
-            if run is not None:
-                run(*args, *self._consts)
-                return
-        compiled = self._kernel[self._grid](*args, *self._consts, **self._options)
-        if self._direct and hasattr(compiled, "__getitem__"):
-            self._compiled[key] = compiled[self._grid]
+        if not self._direct:
+            self._kernel[self._grid](*args, *self._fixed, *self._consts, **self._options)
+            return
+        plain, key, ends = [], [], 0
+        for arg in args:
+            kind = type(arg)
+            if kind is int:  # a kernel may be made for its value
+                key.append(arg)
+                plain.append(arg)
+            elif kind is float:
+                plain.append(arg)
+            else:
+                at = arg.data_ptr()
+                ends |= at
+                plain.append(at)
+                key.append(arg.dtype)
+                if self._sized:
+                    key.append(arg.untyped_storage().nbytes() < 1 << 31)
+        if ends & 15:
+            key.append(tuple([arg.data_ptr() & 15 for arg in args if hasattr(arg, "data_ptr")]))
+        run = self._compiled.get(tuple(key))
+        if run is not None:
+            run(*plain, *self._tail)
+            return
+        compiled = self._kernel[self._grid](*args, *self._fixed, *self._consts, **self._options)
+        if not hasattr(compiled, "__getitem__"):
+            self._direct = False
+        elif compiled.metadata.target.backend == "hip" and not self._sized:
+            # AMD's Triton makes another kernel for tensors of less than 2 GB: ask from now on.
+            self._sized = True
+        else:
+            self._compiled[tuple(key)] = compiled[self._grid]
 
 
-def _class(arg: Any) -> Any:
-    """What a compiled kernel depends on: a float's value is not part of it, an integer's may be."""
-    kind = type(arg)
-    if kind is float:
-        return kind
-    if kind is int:
-        return arg
-    return arg.dtype, arg.data_ptr() & 15
+def _plain(arg: Any) -> Any:
+    """A tensor as its address, which a compiled kernel takes without asking."""
+    return arg.data_ptr() if hasattr(arg, "data_ptr") else arg

@@ -53,11 +53,11 @@ def _holds(blk, ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_bloc
 
 
 @triton.jit
-def _keys(
-    blk, ok, at, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb, stride_ct,
+def _summaries(
+    blk, ok, at, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb, stride_ct,
     D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Keys int64 [TILE] of blocks that begin at offsets `at` of the cache; EMPTY where not ok."""
+    """Both halves [TILE, HP] of the summaries of blocks that begin at offsets `at` of the cache."""
     half = tl.arange(0, HP)
     both = ok[:, None] & (half < D // 2)[None, :]
     if SIDE:
@@ -69,8 +69,13 @@ def _keys(
         if P == 1:
             next_at = token_at(table_ptr, blk * BS + 1, ok, stride_cb, stride_ct, P)
             second = (aux_ptr + next_at + (D + D // 2))[:, None] + half[None, :]
-    k0 = tl.load(first, mask=both, other=0.0).to(tl.float32)
-    k1 = tl.load(second, mask=both, other=0.0).to(tl.float32)
+    return tl.load(first, mask=both, other=0.0), tl.load(second, mask=both, other=0.0)
+
+
+@triton.jit
+def _keys(blk, ok, k0, k1, q0, q1, factor, D: tl.constexpr):
+    """Keys int64 [TILE] of blocks with these summaries; EMPTY where not ok."""
+    k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
     score = final_score(tl.sum(k0 * q0[None, :] + k1 * q1[None, :], 1), factor, D)
     return tl.where(ok, pack_score(score, blk), EMPTY)
 
@@ -137,7 +142,7 @@ def select_row(
     SIDE: tl.constexpr,
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, TICKET: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Split s of row n. ROTATE: iq is not rotated yet and the row may not be stored yet: its
     coordinates come from before.
@@ -159,6 +164,13 @@ def select_row(
     q1 = tl.load(query + D // 2, mask=h_ok & ok, other=0.0).to(tl.float32)
     blk = s * TILE + i
     at = token_at(table_ptr, blk * BS, blk < remote, stride_cb, stride_ct, P)
+    if AHEAD:
+        next_at = token_at(
+            table_ptr, (blk + SPLIT * TILE) * BS, blk + SPLIT * TILE < remote, stride_cb, stride_ct,
+            P)  # fmt: skip
+        k0, k1 = _summaries(
+            blk, blk < remote, at, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb,
+            stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
     if ROTATE:
         tok, page, num_pages, query_page, _extra = row_coordinates(
             n, p, ok, aux_ptr, table_ptr, positions_ptr, pages_ptr, roles_ptr, num_rows, stride_cb,
@@ -220,11 +232,21 @@ def select_row(
         b_ok = blk < first + count
         if wanted > 0:
             at = token_at(table_ptr, blk * BS, b_ok, stride_cb, stride_ct, P)
+            if AHEAD:
+                more = blk + SPLIT * TILE
+                next_at = token_at(
+                    table_ptr, more * BS, more < first + count, stride_cb, stride_ct, P
+                )
+                k0, k1 = _summaries(
+                    blk, b_ok, at, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb,
+                    stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
         if tiles <= 1:
             b_ok = b_ok & (held | (wanted == 0))
-            keys = _keys(
-                blk, b_ok, at, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks,
-                stride_cb, stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
+            if AHEAD == 0:
+                k0, k1 = _summaries(
+                    blk, b_ok, at, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb,
+                    stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
+            keys = _keys(blk, b_ok, k0, k1, q0, q1, factor, D)
             best = best_of(keys, TILE, 16)
             _finish(best, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)
             if TICKET == 0:
@@ -233,15 +255,28 @@ def select_row(
             for t in range(s, tiles, SPLIT):
                 blk = first + t * TILE + i
                 b_ok = blk < first + count
+                more = blk + SPLIT * TILE
+                more_ok = more < first + count
                 if wanted > 0:
                     b_ok = _holds(
                         blk, b_ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
                         stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
-                keys = _keys(
-                    blk, b_ok, at, q0, q1, factor, n, aux_ptr, table_ptr, side_ptr, max_blocks,
-                    stride_cb, stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
-                blk += SPLIT * TILE
-                at = token_at(table_ptr, blk * BS, blk < first + count, stride_cb, stride_ct, P)
+                if AHEAD:
+                    next0, next1 = _summaries(
+                        more, more_ok, next_at, n, aux_ptr, table_ptr, side_ptr, max_blocks,
+                        stride_cb, stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
+                    more += SPLIT * TILE
+                    next_at = token_at(
+                        table_ptr, more * BS, more < first + count, stride_cb, stride_ct, P
+                    )
+                    keys = _keys(blk, b_ok, k0, k1, q0, q1, factor, D)
+                    k0, k1 = next0, next1
+                else:
+                    k0, k1 = _summaries(
+                        blk, b_ok, at, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb,
+                        stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
+                    at = token_at(table_ptr, more * BS, more_ok, stride_cb, stride_ct, P)
+                    keys = _keys(blk, b_ok, k0, k1, q0, q1, factor, D)
                 score = tl.where(keys > EMPTY, unpack_score(keys), float("-inf"))
                 tl.store(score_ptr + n * max_scores + t * TILE + i, score)
                 top = tl.max(tl.reshape(keys, (TILE // GROUP, GROUP)), 1)
@@ -272,7 +307,7 @@ def select_decode_kernel(
     PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr, SIDE: tl.constexpr,
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, TICKET: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid SPLIT * N. Rows are stored and iq is rotated.
 
@@ -291,7 +326,7 @@ def select_decode_kernel(
         stride_ct,
         stride_table, stride_pages, H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, False,
         SIDE, LOCAL, TOPK,
-        WINDOW, TILE, SPLIT, CHUNK, TICKET)  # fmt: skip
+        WINDOW, TILE, SPLIT, CHUNK, TICKET, AHEAD)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -313,46 +348,49 @@ def select_merge_kernel(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def store_select_kernel(
-    q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr, index_ptr, cache_ptr, head_cls_ptr, turn_ptr,
-    row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr,
-    score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, max_scores, scale, floor,
-    inv_sigma,
+    q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, cache_ptr, head_cls_ptr, scale, floor,
     stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch, stride_ct,
-    stride_table, stride_pages,
+    query_ptr, index_ptr, turn_ptr, row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr,
+    pages_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, max_scores,
+    inv_sigma, stride_table, stride_pages,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
     BS: tl.constexpr,
     BT: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr,
     HEAD_CLS: tl.constexpr,
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, TICKET: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, HEADS: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLIT + H + 1) * N: both stages at once, from trusted summaries.
+    """Grid (SPLIT + PARTS + 1) * N: both stages at once, from trusted summaries. The longer ones,
+    those that select, come first.
 
     Selection rotates its own query and reads nothing that this launch writes: a block completed now
     is not remote yet, and coordinates and page starts come from earlier rows.
     """
     if PDL:
         gdc_launch_dependents()
-    x = tl.program_id(0) % (SPLIT + H + 1)
-    n = tl.program_id(0) // (SPLIT + H + 1)
-    if x < SPLIT:
+    x = tl.program_id(0)
+    if x < SPLIT * num_rows:
         select_row(
-            n, x, iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr, positions_ptr, table_ptr,
-            pages_ptr, cache_ptr,
+            x // SPLIT, x % SPLIT, iq_ptr, cache_ptr, turn_ptr, row_pos_ptr, roles_ptr,
+            positions_ptr, table_ptr, pages_ptr, cache_ptr,
             row_pos_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, 0,
             max_scores,
             scale, floor, inv_sigma, stride_iqn, stride_cb, stride_ch, stride_ct, stride_table,
             stride_pages,
             H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, True, False, LOCAL, TOPK, WINDOW,
             TILE, SPLIT, CHUNK,
-            TICKET)  # fmt: skip
+            TICKET, AHEAD)  # fmt: skip
     else:
+        x -= SPLIT * num_rows
         store_row(
-            n, x - SPLIT, q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr, index_ptr, cache_ptr,
+            x // (PARTS + 1), x % (PARTS + 1), q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr,
+            index_ptr, cache_ptr,
             head_cls_ptr, turn_ptr,
-            row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, num_rows,
+            row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, row_pos_ptr,
+            num_rows,
             stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch,
             stride_ct, stride_table,
             stride_pages, H, G, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE,
-            HEAD_CLS)  # fmt: skip
+            HEAD_CLS, HEADS, PARTS, False)  # fmt: skip
