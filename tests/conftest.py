@@ -21,6 +21,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+    parser.addoption(
+        "--full", action="store_true", help="also what is marked full: whole grids of cases"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 def missing(vendor: str) -> str:
     """Why a vendor's tests cannot run here; "" when they can."""
     import torch  # noqa: F401  (what is imported decides what the detector can ask)

@@ -6,6 +6,7 @@ brute force, rows whose margin lies within the arithmetic's error are left out.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ import dash_portable
 from tests import brute
 from tests.brute import IMAGE, MARKER, TEXT, UNDEFINED, Document
 from tests.device import BACKENDS, DEVICE
-from tests.golden import golden
+from tests.golden import CASES, golden
 from tests.paged import DTYPES, Paged, expected
 from tests.prompts import PROMPTS, document, random_answer, runs
 from tests.strategies import SMALL, cuts, documents
@@ -400,16 +401,20 @@ def blocks_read(out: np.ndarray, position: int, rule: brute.Rule) -> dict[int, f
     return found
 
 
+ALWAYS = {
+    ("two_pages", 1, 32), ("two_pages", 97, 16), ("two_pages", 0, 128),
+    ("small_blocks_many_pages", 7, 8), ("small_blocks_many_pages", 0, 64),
+    ("shorter_than_window", 7, 16), ("text_between_pages", 97, 64),
+    ("text_between_pages", 7, 8),
+}  # fmt: skip
+GRID = [
+    pytest.param(*case, marks=[] if case in ALWAYS else pytest.mark.full)
+    for case in itertools.product(CASES, (1, 7, 97, 0), (8, 16, 32, 64, 128))  # 0: the whole prompt
+]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("name", "chunk", "size"),
-    [
-        ("two_pages", 1, 32), ("two_pages", 97, 16), ("two_pages", 0, 128),
-        ("small_blocks_many_pages", 7, 8), ("small_blocks_many_pages", 0, 64),
-        ("shorter_than_window", 7, 16), ("text_between_pages", 97, 64),
-        ("text_between_pages", 7, 8),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "chunk", "size"), GRID)
 def test_golden_vectors_end_to_end(name: str, chunk: int, size: int, backend: str) -> None:
     """Blocks and biases read off the attention's output, with the cache in between."""
     case = golden(name)
