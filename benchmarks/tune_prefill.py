@@ -6,8 +6,9 @@
     python benchmarks/tune_prefill.py --check               the interpreter's tests, compiled
 
 Every variant is compiled first, in parallel processes. Times are medians of CUDA-graph replays (L2
-warm); a kernel's time is that of its launcher with the other kernels left out. bf16, 10 heads of
-128, cache blocks of 64, shuffled.
+warm); a kernel's time is what its stage takes with it less what the stage takes up to it. "layer"
+is store, select and attend through TritonLayer and Runner, as a step runs them in every layer but
+the first. bf16, 10 heads of 128, cache blocks of 64, shuffled.
 """
 
 from __future__ import annotations
@@ -32,17 +33,23 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.correlated import index_queries, summaries
+from dash_portable.backends.triton import Runner
+from dash_portable.cache import CacheShape
+from dash_portable.config import DashConfig
 from dash_portable.kernels import attend_prefill as attend
 from dash_portable.kernels import group_rows as grouping
 from dash_portable.kernels import select_prefill as select
 from dash_portable.kernels.launch_prefill import PrefillRow, prefill_row
+from dash_portable.pages import prompt_positions
+from dash_portable.step import Step
+from dash_portable.triton_layer import TritonLayer
 
 BLOCK, LOCAL_BLOCKS, TOPK, WINDOW, HEADS, WIDTH, CACHE_BLOCK = 32, 4, 12, 16, 10, 128, 64
 SCALE, FLOOR, SIGMA = 20.0, 1e-6, 2.0
 DEVICE = "cuda"
 KERNELS = {
     "group": (grouping, ("rows_class", "rows_count", "rows_tiles", "rows_order")),
-    "select": (select, ("select_tile", "select_redo")),
+    "select": (select, ("select_tile", "select_group", "select_redo")),
     "attend": (
         attend,
         (
@@ -76,71 +83,65 @@ WORKLOADS: dict[str, tuple[list[list[tuple[int, int]] | int], float]] = {
     "32-mixed": ([prompt([273] * (1 + n % 7)) for n in range(32)], 0.9),
 }
 QUICK = ("random-8192",)
+MAXNREG_128, MAXNREG_168 = {"maxnreg": 128}, {"maxnreg": 168}
 SELECT_VARIANTS = [
     {"select_groups": g, "select_warps": w, "select_stages": s, "select_options": o}
     for g, w, s, o in (
         (64, 4, 3, {}),
-        (64, 4, 3, {"maxnreg": 168}),
         (64, 4, 2, {}),
-        (64, 8, 3, {}),
-        (64, 8, 3, {"maxnreg": 128}),
-        (128, 8, 3, {}),
-        (128, 8, 2, {}),
+        (64, 4, 4, {}),
         (32, 4, 3, {}),
-        (32, 4, 3, {"maxnreg": 168}),
+        (32, 4, 3, MAXNREG_168),
+        (128, 8, 3, {}),
     )
 ]
-REDO_VARIANTS = [{"redo_warps": 4}, {"redo_warps": 8}]
+FEW_VARIANTS = [
+    {"few_programs": p, "few_warps": w} for p, w in ((528, 4), (1056, 4), (2112, 4), (4224, 4))
+]
 TILE_VARIANTS = [
-    {"tile_blocks": b, "tile_step": k, "tile_warps": w, "tile_stages": s}
-    for b, k, w, s in (
-        (1, 32, 4, 2),
-        (1, 32, 4, 3),
-        (1, 64, 4, 2),
-        (1, 64, 4, 3),
-        (2, 64, 4, 2),
-        (2, 64, 4, 3),
-        (1, 64, 4, 4),
-        (2, 64, 4, 4),
-        (2, 64, 8, 3),
-        (2, 128, 8, 2),
+    {"tile_blocks": b, "tile_step": k, "tile_warps": w, "tile_stages": s, "tile_options": o}
+    for b, k, w, s, o in (
+        (1, 32, 4, 2, {}),
+        (1, 32, 4, 3, {}),
+        (1, 32, 4, 4, {}),
+        (1, 32, 4, 2, MAXNREG_128),
+        (1, 32, 4, 3, MAXNREG_128),
+        (2, 32, 4, 2, {}),
+        (2, 32, 4, 3, {}),
+        (2, 64, 4, 2, {}),
+        (2, 64, 4, 3, {}),
+        (2, 64, 4, 2, MAXNREG_168),
+        (1, 64, 4, 2, {}),
+        (1, 64, 4, 3, {}),
     )
 ]
 PAIR_VARIANTS = [
-    {
-        "pair_tile": m,
-        "pair_heads": h,
-        "pair_warps": w,
-        "pair_stages": s,
-        "pair_programs": p,
-        "pair_store": e,
-    }
-    for m, h, w, s, p, e in (
-        (64, 10, 4, 3, 1 << 20, ""),
-        (64, 10, 4, 3, 528, ""),
-        (64, 10, 4, 3, 1 << 20, "evict_first"),
-        (64, 5, 4, 3, 1 << 20, "evict_first"),
-        (64, 10, 4, 2, 1 << 20, ""),
-        (64, 5, 4, 3, 1 << 20, ""),
-        (64, 10, 4, 4, 1 << 20, ""),
-        (128, 10, 8, 2, 1 << 20, ""),
-        (32, 10, 2, 3, 1 << 20, ""),
-        (64, 10, 8, 3, 1 << 20, ""),
+    {"pair_heads": h, "pair_stages": s, "pair_store": e, "pair_options": o}
+    for h, s, e, o in (
+        (10, 3, "", {}),
+        (10, 2, "", {}),
+        (10, 3, "evict_first", {}),
+        (5, 3, "", {}),
+        (2, 3, "", {}),
+        (1, 3, "", {}),
+        (10, 2, "", MAXNREG_168),
+        (5, 2, "", MAXNREG_168),
+        (10, 2, "", MAXNREG_128),
     )
 ]
 MERGE_VARIANTS = [
-    {"merge_rows": r, "merge_warps": w} for r, w in ((4, 1), (2, 1), (8, 1), (8, 2), (16, 4))
+    {"merge_rows": r, "merge_warps": w} for r, w in ((4, 1), (2, 1), (1, 1), (2, 2), (4, 2))
 ]
-UNION_VARIANTS = [{"union_warps": w} for w in (1, 2, 4)]
+UNION_VARIANTS = [{"union_warps": w} for w in (1, 2, 4, 8)]
 STAGES = {
     "select_tile": SELECT_VARIANTS,
-    "select_redo": REDO_VARIANTS,
+    "select_group": FEW_VARIANTS,
     "union": UNION_VARIANTS,
     "attend_tile": TILE_VARIANTS,
     "attend_pair": PAIR_VARIANTS,
     "attend_merge": MERGE_VARIANTS,
 }
-LIMITS = (0, 24, 32, 48, 64, 96)
+LIMITS = (0, 32, 48, 64, 80)
 BUDGETS = {  # MiB for the partial results of one chunk
     "random-8192": (16, 32, 48, 64, 96, 128, 256),
     "random-32768": (64, 128, 256, 512, 1024),
@@ -162,6 +163,7 @@ class Work:
         parts, self.correlation = WORKLOADS[name]
         self.name, self.budget = name, budget
         pages = [p if isinstance(p, list) else [] for p in parts]
+        self.layouts = [p if isinstance(p, list) else [(p, 0)] for p in parts]
         self.lengths = [sum(a + b for a, b in p) if isinstance(p, list) else p for p in parts]
         self.rows, self.seqs = sum(self.lengths), len(parts)
         self.max_blocks = -(-max(self.lengths) // BLOCK)
@@ -353,7 +355,8 @@ class Work:
             error = max(error, self._attention_error(r, mine[:: max(1, len(mine) // 60)]))
         assert not self.out.isnan().any()
         assert not self.bias.isnan().any()
-        redone = int(self.lists["redo_count"].sum()) / self.rows
+        counts = self.lists["redo_count"]
+        few, redone = int(counts[0]) / self.rows, int(counts[1:].sum()) / self.rows
         tiles = self.groups["tiles"][:, 0] >= 0
         counts = self.scratch["count"][tiles]
         by_block = float((counts < 0).float().mean())
@@ -362,7 +365,8 @@ class Work:
         return (
             f"{verdict}: {wrong} of {len(at)} rows wrong, scores off {worst:.0e}, "
             f"attention {error:.0e}; "
-            f"second pass {redone:.1%}, tiles by block {by_block:.0%}, union {union:.0f}"
+            f"doubtful {few:.1%}, redone {redone:.1%}, tiles by block {by_block:.0%}, "
+            f"union {union:.0f}"
         )
 
     def _attention_error(self, r: int, rows: torch.Tensor) -> float:
@@ -447,21 +451,133 @@ def median_us(run: Any, budget_ms: float = 120.0) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def alone(work: Work, kernel: str) -> float:
-    """Time of one kernel: its launcher with the others left out (after a whole run, so that its
-    inputs are right).
-    """
+def in_place(work: Work, kernel: str) -> float:
+    """Time of one kernel: its stage up to it, less its stage up to the kernel before it."""
     stage = next(s for s, (_, names) in KERNELS.items() if kernel in names)
     module, names = KERNELS[stage]
     kept = {n: getattr(module, f"{n}_kernel") for n in names}
+    at = names.index(kernel)
+    times = []
     try:
-        for n in names:
-            if n != kernel:
+        for end in (at, at + 1):
+            for n in names[end:]:
                 setattr(module, f"{n}_kernel", Nothing())
-        return median_us(getattr(work, stage))
+            times.append(median_us(getattr(work, stage)))
+            for n, found in kept.items():
+                setattr(module, f"{n}_kernel", found)
     finally:
         for n, found in kept.items():
             setattr(module, f"{n}_kernel", found)
+    return times[1] - times[0]
+
+
+def stages_in_place(work: Work) -> dict[str, float]:
+    """Time of every kernel by the growing part of its stage."""
+    found = {}
+    for stage, (module, names) in KERNELS.items():
+        kept = {n: getattr(module, f"{n}_kernel") for n in names}
+        before = 0.0
+        try:
+            for n in names:
+                setattr(module, f"{n}_kernel", Nothing())
+            for n in names:
+                setattr(module, f"{n}_kernel", kept[n])
+                now = median_us(getattr(work, stage), 60.0)
+                found[n], before = now - before, now
+        finally:
+            for n, kernel in kept.items():
+                setattr(module, f"{n}_kernel", kernel)
+    return found
+
+
+class Layer:
+    """The same workload through the package's own layer and runner."""
+
+    def __init__(self, work: Work) -> None:
+        rule = DashConfig(
+            index_dim=WIDTH,
+            scale=(SCALE,),
+            floor=(FLOOR,),
+            sigma=SIGMA,
+            block=BLOCK,
+            local_blocks=LOCAL_BLOCKS,
+            topk=TOPK,
+            window=WINDOW,
+        )
+        seq, token = work.row["seq"].long(), work.row["pos"].long()
+        slots = work.table.long()[seq, token // CACHE_BLOCK] * CACHE_BLOCK + token % CACHE_BLOCK
+        roles = torch.cat(
+            [
+                torch.tensor([r for t, i in layout for r in [2 if i else 0] * t + [1] * i])
+                for layout in work.layouts
+            ]
+        ).int()
+        positions = torch.cat([prompt_positions(part) for part in roles.split(work.lengths)], 1)
+        lengths = torch.tensor(work.lengths, dtype=torch.int32, device=DEVICE)
+        self.work = work
+        self.cache = torch.full_like(work.cache, torch.nan)
+        self.step = Step(
+            config=rule,
+            cache_shape=CacheShape.of(self.cache, rule),
+            heads=HEADS,
+            dtype=torch.bfloat16,
+            device=self.cache.device,
+            row_seq=work.row["seq"],
+            row_pos=work.row["pos"],
+            slots=slots,
+            roles=roles.to(DEVICE),
+            positions=positions.to(DEVICE),
+            query_start=work.query_start,
+            seq_lens=lengths,
+            block_table=work.table,
+            max_query_len=max(work.lengths),
+            max_seq_len=max(work.lengths),
+            query_lens=tuple(work.lengths),
+        )
+        rows = work.rows
+        like = [(rows, HEADS, WIDTH)] * 3 + [(rows, WIDTH)] * 2
+        self.inputs = [torch.randn(of, device=DEVICE, dtype=torch.bfloat16) for of in like]
+        self.head_cls = torch.randn(WIDTH, device=DEVICE, dtype=torch.bfloat16)
+        self.layer, self.runner = TritonLayer(self.step), Runner(self.step)
+
+    def store(self) -> None:
+        self.layer.store(*self.inputs, self.cache, self.head_cls)
+
+    def select(self) -> None:
+        """Of the workload's own index queries, so that neighbours choose as it says."""
+        self.layer.select(self.work.index_query, self.cache, self.head_cls, SCALE, FLOOR)
+
+    def attend(self) -> None:
+        layer, work = self.layer, self.work
+        self.runner.run(layer.query, self.cache, layer.ids, layer.bias, work.out)
+
+    def whole(self) -> None:
+        self.store()
+        self.select()
+        self.attend()
+
+    def chosen(self) -> None:
+        self.store()
+        self.select()
+
+    def measure(self) -> dict[str, float]:
+        self.whole()
+        store, chosen = median_us(self.store), median_us(self.chosen)
+        whole = median_us(self.whole)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(5):
+            self.whole()
+        host = (time.perf_counter() - begin) / 5 * 1e6
+        torch.cuda.synchronize()
+        assert not self.work.out.isnan().any()
+        return {
+            "layer": whole,
+            "store": store,
+            "side+select": chosen - store,
+            "attend": whole - chosen,
+            "host": host,
+        }
 
 
 def compile_all(share: int, of: int) -> None:
@@ -470,6 +586,8 @@ def compile_all(share: int, of: int) -> None:
     jobs: list[PrefillRow] = [prefill_row("sm90")]
     jobs += [prefill_row("sm90")._replace(**v) for variants in STAGES.values() for v in variants]
     jobs += [prefill_row("sm90")._replace(union_limit=n) for n in LIMITS]
+    if share == 0:
+        Layer(work).whole()
     for number, launch in enumerate(jobs):
         if number % of == share:
             try:
@@ -553,7 +671,7 @@ def tune(work: Work, kernels: list[str]) -> tuple[PrefillRow, dict[str, Any]]:
                 work.use(variant)
                 work.whole()
                 torch.cuda.synchronize()
-                took = alone(work, kernel)
+                took = median_us(work.select) if kernel == "select_tile" else in_place(work, kernel)
             except Exception as error:
                 print(f"   {kernel} {change}: {str(error)[:160]}", flush=True)
                 continue
@@ -601,36 +719,35 @@ def measure(work: Work, dense: bool) -> dict[str, Any]:
         "launch": work.launch._asdict(),
     }
     result["check"] = work.check()
-    result["whole"] = median_us(work.whole)
     for stage in KERNELS:
         result[stage] = median_us(getattr(work, stage))
-    for _, names in KERNELS.values():
-        for kernel in names:
-            result[kernel] = alone(work, kernel)
+    result |= stages_in_place(work)
+    result["layer"] = Layer(work).measure()
     if dense:
         result["dense"] = dense_us(work)
     return result
 
 
 def line(result: dict[str, Any]) -> str:
-    parts = " ".join(
-        f"{k} {result[k]:.0f}"
-        for k in (
-            "select_tile",
-            "select_redo",
-            "union",
-            "invert_offset",
-            "invert_place",
-            "attend_tile",
-            "attend_pair",
-            "attend_merge",
-        )
-    )
+    short = {
+        "select_tile": "tile",
+        "select_group": "few",
+        "select_redo": "redo",
+        "union": "union",
+        "invert_sum": "sum",
+        "invert_offset": "offset",
+        "invert_place": "place",
+        "attend_padding": "pad",
+        "attend_tile": "TILE",
+        "attend_pair": "PAIR",
+        "attend_merge": "MERGE",
+    }
+    parts = " ".join(f"{text} {result[k]:.0f}" for k, text in short.items())
     dense = " ".join(f"{k} {v:.0f}" for k, v in result.get("dense", {}).items())
+    layer = " ".join(f"{k} {v:.0f}" for k, v in result["layer"].items())
     return (
-        f"{result['workload']:18s} whole {result['whole']:7.0f} us = group {result['group']:.0f} "
-        f"+ select {result['select']:.0f} + attend {result['attend']:.0f} | {parts} "
-        f"| dense {dense or '-'}"
+        f"{result['workload']:17s}{layer} | group {result['group']:.0f} select "
+        f"{result['select']:.0f} attend {result['attend']:.0f} | {parts} | {dense or '-'}"
     )
 
 
@@ -665,12 +782,20 @@ def main() -> None:
         for name, kernels in (
             (
                 "random-131072",
-                ["select_tile", "select_redo", "union", "attend_pair", "attend_merge"],
+                [
+                    "select_tile",
+                    "select_group",
+                    "union",
+                    "attend_tile",
+                    "attend_pair",
+                    "attend_merge",
+                ],
             ),
-            ("random-32768", []),
+            ("random-32768", ["attend_pair"]),
             ("random-8192", ["select_tile", "attend_pair", "attend_merge"]),
-            ("alike-131072", ["attend_tile", "union"]),
+            ("alike-131072", ["attend_tile"]),
             ("16-tiled", ["attend_tile"]),
+            ("8-pages", ["attend_tile"]),
         ):
             if args.only and name not in names:
                 continue
@@ -681,6 +806,7 @@ def main() -> None:
             results.append({"workload": name, "tuned": found, "launch": launch._asdict()})
             for budget in BUDGETS.get(name, ()):
                 work.use(launch, budget << 20)
+                work.whole()
                 print(f"   {name} budget {budget} MiB: {median_us(work.attend):.0f} us", flush=True)
             del work
             torch.cuda.empty_cache()

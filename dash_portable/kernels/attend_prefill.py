@@ -618,6 +618,7 @@ def attend_prefill(
             STAGES=launch.pair_stages,
             STORE=launch.pair_store,
             num_warps=launch.pair_warps,
+            **launch.pair_options,
         )
         attend_merge_kernel[(chunk_tiles * (launch.tile // launch.merge_rows), heads)](
             groups["tiles"],

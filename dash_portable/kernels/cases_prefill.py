@@ -276,6 +276,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                         "STAGES": r.pair_stages,
                         "STORE": r.pair_store,
                     },
+                    r.pair_options,
                 ),
                 dtype,
             ),

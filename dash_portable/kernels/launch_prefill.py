@@ -44,6 +44,7 @@ class PrefillRow(NamedTuple):
     pair_warps: int = 4
     pair_stages: int = 2
     pair_store: str = ""
+    pair_options: Mapping[str, Any] = NOTHING
     merge_rows: int = 4
     merge_warps: int = 1
 

@@ -26,7 +26,7 @@ from .primitives import (
 )
 
 NO_GROUP = tl.constexpr(255)
-FEW = tl.constexpr(4)  # doubtful groups of a row that the second launch looks at, one byte each in one int32
+FEW = tl.constexpr(4)  # doubtful groups of a row that the second launch looks at, a byte each
 MOST = 16  # largest window
 LISTED = tl.constexpr(3)  # int32 of a row of its list: row, sequence, groups
 
