@@ -109,6 +109,16 @@ def _unfit(
     return found_needed(name, f"device {value.device}", f"{device}, where the others are")
 
 
+def fits(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """What `check_tensor` asks, quickly and without saying what is wrong: for a layer's run."""
+    return (
+        is_tensor(value)
+        and value.shape == shape
+        and value.dtype is dtype
+        and value.device == device
+    )
+
+
 def check_rows(
     tensors: Mapping[str, tuple[object, Sequence[Size]]],
     *,

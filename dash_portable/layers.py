@@ -111,4 +111,5 @@ class DashAttention(nn.Module):
             out = ops.run(step, q, k, v, iq, ik, cache, head_cls, self.layer)
         else:
             out = step.run(q, k, v, iq, ik, cache, head_cls, self.layer)
-        return self.o_proj(out.flatten(1))
+        projected: Tensor = self.o_proj(out.flatten(1))
+        return projected

@@ -18,6 +18,7 @@ from dash_portable.checks import (
     check_integer,
     check_rows,
     check_tensor,
+    fits,
     host_lengths,
     on_host,
 )
@@ -286,14 +287,22 @@ def check_inputs(
     """The tensors of one layer fit the planned step."""
     check_tensor("cache", cache, _cache_shape(step), dtypes=(step.dtype,), device=step.device)
     check_strides(cache.shape, cache.stride())
-    rows = {
-        "q": (q, ("N", "Hq", "D")),
-        "k": (k, ("N", "H", "D")),
-        "v": (v, ("N", "H", "D")),
-        "iq": (iq, ("N", "D")),
-        "ik": (ik, ("N", "D")),
-    }
-    check_rows(rows, dtype=step.dtype, device=step.device, sizes=_sizes(step))
+    rows, width, of = step.num_rows, step.head_dim, (step.dtype, step.device)
+    if not (
+        fits(q, (rows, step.heads, width), *of)
+        and fits(k, (rows, step.kv_heads, width), *of)
+        and fits(v, (rows, step.kv_heads, width), *of)
+        and fits(iq, (rows, width), *of)
+        and fits(ik, (rows, width), *of)
+    ):
+        given = {
+            "q": (q, ("N", "Hq", "D")),
+            "k": (k, ("N", "H", "D")),
+            "v": (v, ("N", "H", "D")),
+            "iq": (iq, ("N", "D")),
+            "ik": (ik, ("N", "D")),
+        }
+        check_rows(given, dtype=step.dtype, device=step.device, sizes=_sizes(step))
     if head_cls is not None:
         check_tensor(
             "head_cls",
