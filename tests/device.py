@@ -1,4 +1,4 @@
-"""Where the tests of whole calls run: on the machine's accelerator if it has one, else on the CPU."""
+"""Where the tests of whole calls run: on an accelerator if there is one, else on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Page tables: where in the cache each segment of a row lies, for libraries that read it in place."""
+"""Page tables: where in the cache each segment of a row lies, for libraries that read it in
+place.
+"""
 
 import triton
 import triton.language as tl
@@ -6,13 +8,15 @@ import triton.language as tl
 
 @triton.jit
 def page_table_kernel(
-    row_pos_ptr, row_seq_ptr, table_ptr, ids_ptr, pages_ptr, length_ptr, used_ptr, stride_table, per_block,
+    row_pos_ptr, row_seq_ptr, table_ptr, ids_ptr, pages_ptr, length_ptr, used_ptr, stride_table,
+    per_block,
     P: tl.constexpr, PAGE: tl.constexpr, BS: tl.constexpr, WINDOW: tl.constexpr, TOPK: tl.constexpr,
     S: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Grid N: one line of C pages for each of TOPK + 1 segments, the local window last.
 
-    pages   int32 [N, TOPK + 1, C]  0 where a segment has no page; page of token t is block * per_block + t % P // PAGE
+    pages   int32 [N, TOPK + 1, C]  0 where a segment has no page; page of token t is block *
+                                    per_block + t % P // PAGE
     length  int32 [N, TOPK + 1]     keys from the first page's start; 1 for an empty segment
     used    int32 [N, TOPK + 1]     keys that count: they stand last
     WINDOW tokens in the local window; S is TOPK + 1 padded to a power of two

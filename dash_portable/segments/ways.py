@@ -68,7 +68,7 @@ class Way(ABC):
         if rows:
             self._plan(rows)
 
-    def refresh(self) -> None:
+    def refresh(self) -> None:  # noqa: B027 - a way without anything of its own has no more to do
         """Positions and tables are read when it runs."""
 
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
