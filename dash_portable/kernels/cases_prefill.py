@@ -182,7 +182,12 @@ def _union_cases() -> dict[str, Case]:
                 lambda r: Launch(
                     r.union_warps,
                     0,
-                    {"TILE": r.tile, "LIMIT": r.union_limit, "ROOM": max(r.union_limit, 1)},
+                    {
+                        "TILE": r.tile,
+                        "LIMIT": r.union_limit,
+                        "BUCKETS": 1 << r.union_limit.bit_length(),
+                        "ROOM": max(r.union_limit, 1),
+                    },
                 )
             ),
         ),

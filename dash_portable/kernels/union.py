@@ -39,6 +39,7 @@ def union_kernel(
     W: tl.constexpr,
     TILE: tl.constexpr,
     LIMIT: tl.constexpr,
+    BUCKETS: tl.constexpr,
     ROOM: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
@@ -61,6 +62,14 @@ def union_kernel(
         count = tl.zeros((), tl.int32)
         block = tl.min(tl.min(tl.where(ids >= 0, ids, none), 1), 0)
         if LIMIT > 0:
+            b = tl.arange(0, BUCKETS)[:, None]
+            hit = tl.zeros((BUCKETS, TILE), tl.int32)
+            for s in range(TOPK):
+                one = tl.load(ids_ptr + i * TOPK + s, mask=live, other=-1)
+                bucket = tl.where(one >= 0, one % BUCKETS, -1)
+                hit = tl.where(bucket[None, :] == b, 1, hit)
+            # so many differ at least: no need to walk to the limit
+            count = tl.where(tl.sum(tl.max(hit, 1), 0) > LIMIT, LIMIT, 0)
             while (block < none) & (count < LIMIT):
                 chosen = ids == block
                 here = tl.sum(tl.where(chosen, bias, 0.0), 1)
