@@ -64,39 +64,52 @@ def unpack_index(key):
 
 
 @triton.jit
-def _rank(keys):
-    """How many of the keys [M] are better than each."""
-    return tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+def _bit(number: tl.constexpr, bit: tl.constexpr):
+    """0 or 1 along the axis of a cube [2] * number that stands for a bit of the index."""
+    return tl.reshape(tl.arange(0, 2), [1] * (number - bit - 1) + [2] + [1] * bit)
 
 
 @triton.jit
-def _best_by_rank(keys, W: tl.constexpr):
-    w = tl.arange(0, W)
-    hit = (_rank(keys)[:, None] == w[None, :]) & (keys > EMPTY)[:, None]  # [M, W]
-    best = tl.sum(tl.where(hit, keys[:, None], 0), 0)
-    return tl.where(w < tl.sum((keys > EMPTY).to(tl.int32), 0), best, EMPTY)
+def _exchanged(cube, larger_first, number: tl.constexpr, bit: tl.constexpr):
+    """Pairs of keys whose indices differ in one bit of the index, in order."""
+    other = tl.sum(cube, number - 1 - bit, keep_dims=True) - cube  # wraps, which does no harm
+    take_larger = (_bit(number, bit) == 0) == larger_first
+    return tl.where((other > cube) == take_larger, other, cube)
+
+
+@triton.jit
+def _merged(cube, number: tl.constexpr, runs: tl.constexpr):
+    """Bitonic runs of 2**runs keys of a cube [2] * number, sorted: the first of two best first, the
+    second worst first.
+    """
+    for step in tl.static_range(runs):
+        if runs == number:
+            cube = _exchanged(cube, True, number, runs - 1 - step)
+        else:
+            cube = _exchanged(cube, _bit(number, runs) == 0, number, runs - 1 - step)
+    return cube
 
 
 @triton.jit
 def best_of(keys, M: tl.constexpr, W: tl.constexpr):
-    """The W best of the keys [M], best first, EMPTY behind the last; real keys differ. M is 16 to
-    256, W <= M.
+    """The W best of the keys [M], best first, EMPTY behind the last; real keys differ. Both are
+    powers of two, W <= 64, M <= 256, W <= M.
 
-    Counts for every key how many are better: no rounds, no exchange between warps but for two sums.
-    Above 64 keys a tournament goes before it: the W best lie in those W groups of M / 64 neighbours
-    whose best is best.
+    Runs of W keys are sorted, alternately best first and worst first. The larger of each pair of
+    two such runs are then the W best of both, and sorted again: a tournament in place.
     """
-    if M <= 64 or W * 4 > M:
-        return _best_by_rank(keys, W)
-    else:
-        F: tl.constexpr = M // 64
-        groups = tl.reshape(keys, (64, F))
-        top = tl.max(groups, 1)
-        w = tl.arange(0, W)
-        hit = (_rank(top)[:, None] == w[None, :]) & (top > EMPTY)[:, None]  # [64, W]
-        few = tl.sum(tl.where(hit[:, :, None], groups[:, None, :], 0), 0)  # [W, F]
-        few = tl.where((w < tl.sum((top > EMPTY).to(tl.int32), 0))[:, None], few, EMPTY)
-        return _best_by_rank(tl.reshape(few, (W * F,)), W)
+    # Their logarithms: no function of Python is called in a kernel on every Triton.
+    number: tl.constexpr = (
+        (M > 1) + (M > 2) + (M > 4) + (M > 8) + (M > 16) + (M > 32) + (M > 64) + (M > 128)
+    )
+    runs: tl.constexpr = (W > 1) + (W > 2) + (W > 4) + (W > 8) + (W > 16) + (W > 32)
+    cube = tl.reshape(keys, [2] * number)
+    for i in tl.static_range(1, runs + 1):
+        cube = _merged(cube, number, i)
+    for left in tl.static_range(number - runs):
+        cube = tl.max(cube, number - left - 1 - runs)
+        cube = _merged(cube, number - left - 1, runs)
+    return tl.reshape(cube, (W,))
 
 
 @triton.jit

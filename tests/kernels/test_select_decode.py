@@ -21,11 +21,15 @@ TEXT_PAGE = Text(
 )
 
 
-@pytest.fixture(params=[(16, False), (16, True), (64, True)], ids=["launches", "ticket", "tile-64"])
+@pytest.fixture(
+    params=[(16, False, False), (16, True, False), (64, True, False), (16, True, True)],
+    ids=["launches", "ticket", "tile-64", "ahead"],
+)
 def row(request, monkeypatch):
-    """Small tiles, so that short contexts have several; both ways to merge."""
-    tile, ticket = request.param
-    found = launch.SelectRow(tile=tile, ticket=ticket, programs=24)
+    """Small tiles, so that short contexts have several; both ways to merge and to ask."""
+    tile, ticket, ahead = request.param
+    heads = 1 if ahead else 16
+    found = launch.SelectRow(tile=tile, ticket=ticket, programs=24, ahead=ahead, heads=heads)
     monkeypatch.setattr(launch, "SELECT", {"*": (found,)})
     return found
 
