@@ -56,7 +56,7 @@ PREFILL: dict[str, PrefillRow] = {
     "sm80": _REGISTER_BOUND,
     "sm86": _REGISTER_BOUND,
     "sm89": _REGISTER_BOUND,
-    "sm90": PrefillRow(pair_stages=3, tile_stages=3, union_warps=4, merge_rows=2),
+    "sm90": PrefillRow(pair_stages=3, tile_stages=3, union_warps=4),
     "sm100": PrefillRow(select_warps=8),
     "sm120": _REGISTER_BOUND,
     "gfx1100": _RDNA,
