@@ -57,7 +57,6 @@ KERNELS = {
             "invert_sum",
             "invert_offset",
             "invert_place",
-            "attend_padding",
             "attend_tile",
             "attend_pair",
             "attend_merge",
@@ -101,9 +100,9 @@ FEW_VARIANTS = [
 TILE_VARIANTS = [
     {"tile_blocks": b, "tile_step": k, "tile_warps": w, "tile_stages": s, "tile_options": o}
     for b, k, w, s, o in (
-        (1, 32, 4, 2, {}),
-        (1, 32, 4, 3, {}),
-        (1, 32, 4, 4, {}),
+        (1, 32, 4, 2, MAXNREG_168),
+        (1, 32, 4, 3, MAXNREG_168),
+        (1, 32, 4, 4, MAXNREG_168),
         (1, 32, 4, 2, MAXNREG_128),
         (1, 32, 4, 3, MAXNREG_128),
         (2, 32, 4, 2, {}),
@@ -744,7 +743,6 @@ def line(result: dict[str, Any]) -> str:
         "invert_sum": "sum",
         "invert_offset": "offset",
         "invert_place": "place",
-        "attend_padding": "pad",
         "attend_tile": "TILE",
         "attend_pair": "PAIR",
         "attend_merge": "MERGE",

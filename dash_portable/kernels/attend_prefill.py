@@ -29,7 +29,9 @@ LEAST_KEYS = 16  # of a matrix product: smaller blocks are padded, or taken two 
 
 
 @triton.jit
-def _block_at(table_row, block, n, n_ok, stride_cb, stride_ct, P: tl.constexpr, BLOCK: tl.constexpr):
+def _block_at(
+    table_row, block, n, n_ok, stride_cb, stride_ct, P: tl.constexpr, BLOCK: tl.constexpr
+):
     """Offsets of keys n (0 .. BLOCK - 1) of one sparse block; one look into the table where a cache
     block holds it whole.
     """
@@ -131,6 +133,7 @@ def attend_tile_kernel(
         table_row = table_ptr + seq.to(tl.int64) * stride_tr
         factor = scale * LOG2E
         begin = tl.maximum(pos + 1 - LOCAL, 0)  # first local key of each row
+        near = tl.min(tl.where(live, begin, 0x7FFFFFFF), 0)
         top = tl.full((TILE,), float("-inf"), tl.float32)
         mass = tl.zeros((TILE,), tl.float32)
         total = tl.zeros((TILE, DP), tl.float32)
@@ -144,7 +147,8 @@ def attend_tile_kernel(
             if PAIR == 1:
                 if P % BLOCK == 0:
                     place = tl.load(place_ptr + room + j).to(tl.int64) * stride_cb
-                    place = place + (block * BLOCK % P + n).to(tl.int64) * stride_ct
+                    place = place + (block * BLOCK % P).to(tl.int64) * stride_ct
+                    place = place + n.to(tl.int64) * stride_ct
                 else:
                     place = token_at(table_row, block * BLOCK + n, n >= 0, stride_cb, stride_ct, P)
                 key = _load_columns(keys, place, n >= 0, D, DP, False)
@@ -154,12 +158,15 @@ def attend_tile_kernel(
                 both = j + 1 < count
                 other = tl.load(union_ptr + room + j + 1, mask=both, other=0)
                 n_ok = (n < BLOCK) | both
+                latest = tl.maximum(block, other)
                 token = tl.where(n < BLOCK, block, other) * BLOCK + n % BLOCK
                 if P % BLOCK == 0:
-                    one = tl.load(place_ptr + room + j)
+                    one = tl.load(place_ptr + room + j).to(tl.int64) * stride_cb
+                    one = one + (block * BLOCK % P).to(tl.int64) * stride_ct
                     two = tl.load(place_ptr + room + j + 1, mask=both, other=0)
-                    place = tl.where(n < BLOCK, one, two).to(tl.int64) * stride_cb
-                    place = place + (token % P).to(tl.int64) * stride_ct
+                    two = two.to(tl.int64) * stride_cb
+                    two = two + (other * BLOCK % P).to(tl.int64) * stride_ct
+                    place = tl.where(n < BLOCK, one, two) + (n % BLOCK).to(tl.int64) * stride_ct
                 else:
                     place = token_at(table_row, token, n_ok, stride_cb, stride_ct, P)
                 key = _load_columns(keys, place, n_ok, D, DP, True)
@@ -170,24 +177,27 @@ def attend_tile_kernel(
                 )
                 weight = tl.where((n < BLOCK)[None, :], weight, second[:, None])
             score = tl.dot(query, key, input_precision="ieee") * factor + weight
-            score = tl.where(
-                token[None, :] < begin[:, None], score, float("-inf")
-            )  # the local window wins
+            if PAIR == 1:  # noqa: SIM114 - both sides of an `or` are evaluated
+                score = tl.where(token[None, :] < begin[:, None], score, float("-inf"))
+            elif (latest + 1) * BLOCK > near:  # the local window wins
+                score = tl.where(token[None, :] < begin[:, None], score, float("-inf"))
             top, mass, total = _add_keys(score, 1.0, value, top, mass, total)
 
         k = tl.arange(0, STEP)
         last = tl.max(pos, 0)
-        start = tl.maximum(tl.min(tl.where(live, pos, 0x7FFFFFFF), 0) + 1 - LOCAL, 0)
-        for t0 in tl.range(start // BLOCK * BLOCK, last + 1, STEP, num_stages=STAGES):
+        zero = tl.zeros((), tl.int64)
+        for t0 in tl.range(near // BLOCK * BLOCK, last + 1, STEP, num_stages=STAGES):
             token = t0 + k
             k_ok = token <= last
             if P % BLOCK == 0 and STEP <= 2 * BLOCK:
-                held = tl.load(table_row + t0 // P)
+                place = tl.load(table_row + t0 // P).to(tl.int64) * stride_cb
+                place = place + (zero + t0 % P) * stride_ct
                 if STEP > BLOCK:
                     t1 = t0 + BLOCK
-                    second = tl.load(table_row + t1 // P, mask=t1 <= last, other=0)
-                    held = tl.where(k < BLOCK, held, second)
-                place = held.to(tl.int64) * stride_cb + (token % P).to(tl.int64) * stride_ct
+                    two = tl.load(table_row + t1 // P, mask=t1 <= last, other=0)
+                    two = two.to(tl.int64) * stride_cb + (zero + t1 % P) * stride_ct
+                    place = tl.where(k < BLOCK, place, two)
+                place = place + (k % BLOCK).to(tl.int64) * stride_ct
             else:
                 place = token_at(table_row, token, k_ok, stride_cb, stride_ct, P)
             key = _load_columns(keys, place, k_ok, D, DP, True)
@@ -302,7 +312,7 @@ def attend_pair_kernel(
             tl.store(part_mass_ptr + wide + head, top + tl.log2(mass) + bias, mask=live)
 
 
-@triton.jit(do_not_specialize=["chunk_tile", "num_tiles"])
+@triton.jit(do_not_specialize=["chunk_tile", "num_tiles", "run"])
 def attend_merge_kernel(
     tile_ptr,
     order_ptr,
@@ -314,6 +324,7 @@ def attend_merge_kernel(
     out_ptr,
     chunk_tile,
     num_tiles,
+    run,
     HQ: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -323,63 +334,47 @@ def attend_merge_kernel(
     ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """ROWS rows and one head: the local result (in out) and the rows' partial results become the
-    output.
+    """`run` rows of a tile and one head, ROWS at a time: the local result (in out) and the rows'
+    partial results become the output.
     """
-    head = tl.program_id(1)
-    t = chunk_tile + tl.program_id(0) // (TILE // ROWS)
+    head, place = tl.program_id(0), tl.program_id(1)
+    runs = TILE // run
+    t = chunk_tile + place // runs
     if t < num_tiles:  # noqa: SIM102 - both sides of an `and` are evaluated
         if tl.load(count_ptr + t) < 0:
             base = tl.load(tile_ptr + chunk_tile * FIELDS + 1)
-            at = (
-                tl.load(tile_ptr + t * FIELDS + 1)
-                + tl.program_id(0) % (TILE // ROWS) * ROWS
-                + tl.arange(0, ROWS)
-            )
-            live = at < tl.load(tile_ptr + t * FIELDS + 2)
-            i = tl.load(order_ptr + at, mask=live, other=0).to(tl.int64)
+            begin = tl.load(tile_ptr + t * FIELDS + 1) + place % runs * run
+            end = tl.minimum(begin + run, tl.load(tile_ptr + t * FIELDS + 2))
             w = tl.arange(0, W)[None, :]
-            used = (
-                tl.load(ids_ptr + i[:, None] * TOPK + w, mask=live[:, None] & (w < TOPK), other=-1)
-                >= 0
-            )
-            pair = (at - base).to(tl.int64) * TOPK
-            masses = tl.load(
-                part_mass_ptr + (pair[:, None] + w) * HQ + head, mask=used, other=float("-inf")
-            )
-            mass = tl.load(mass_ptr + i * HQ + head, mask=live, other=0.0)
-            top = tl.maximum(mass, tl.max(masses, 1))
-            share = tl.exp2(mass - top)
-            whole = share + tl.sum(tl.exp2(masses - top[:, None]), 1)
             d = tl.arange(0, DP)
             d_ok = d[None, :] < D
-            out = out_ptr + (i * HQ + head)[:, None] * D + d[None, :]
-            total = (
-                tl.load(out, mask=live[:, None] & d_ok, other=0.0).to(tl.float32) * share[:, None]
-            )
-            for s in tl.static_range(TOPK):
-                has = tl.load(ids_ptr + i * TOPK + s, mask=live, other=-1) >= 0
-                one = tl.load(part_mass_ptr + (pair + s) * HQ + head, mask=has, other=float("-inf"))
-                part = part_ptr + ((pair + s) * HQ + head)[:, None] * D + d[None, :]
-                part = tl.load(part, mask=has[:, None] & d_ok, other=0.0).to(tl.float32)
-                total += part * tl.exp2(one - top)[:, None]
-            total = total / whole[:, None]
-            tl.store(out, total.to(out_ptr.dtype.element_ty), mask=live[:, None] & d_ok)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def attend_padding_kernel(
-    pos_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr
-):
-    """Zeros for the rows that are padding."""
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    padding = tl.load(pos_ptr + i, mask=i < num_rows, other=0) < 0
-    if tl.max(padding.to(tl.int32), 0) > 0:
-        for o in range(0, WIDTH, STEP):
-            at = o + tl.arange(0, STEP)
-            out = out_ptr + i.to(tl.int64)[:, None] * WIDTH + at[None, :]
-            zero = tl.zeros((ROWS, STEP), tl.float32).to(out_ptr.dtype.element_ty)
-            tl.store(out, zero, mask=padding[:, None] & (at < WIDTH)[None, :])
+            for o in range(begin, end, ROWS):
+                at = o + tl.arange(0, ROWS)
+                live = at < end
+                i = tl.load(order_ptr + at, mask=live, other=0).to(tl.int64)
+                pair_ok = live[:, None] & (w < TOPK)
+                used = tl.load(ids_ptr + i[:, None] * TOPK + w, mask=pair_ok, other=-1) >= 0
+                pair = (at - base).to(tl.int64) * TOPK
+                masses = tl.load(
+                    part_mass_ptr + (pair[:, None] + w) * HQ + head, mask=used, other=float("-inf")
+                )
+                mass = tl.load(mass_ptr + i * HQ + head, mask=live, other=0.0)
+                top = tl.maximum(mass, tl.max(masses, 1))
+                share = tl.exp2(mass - top)
+                whole = share + tl.sum(tl.exp2(masses - top[:, None]), 1)
+                out = out_ptr + (i * HQ + head)[:, None] * D + d[None, :]
+                out_ok = live[:, None] & d_ok
+                total = tl.load(out, mask=out_ok, other=0.0).to(tl.float32) * share[:, None]
+                for s in tl.static_range(TOPK):
+                    has = tl.load(ids_ptr + i * TOPK + s, mask=live, other=-1) >= 0
+                    one = tl.load(
+                        part_mass_ptr + (pair + s) * HQ + head, mask=has, other=float("-inf")
+                    )
+                    part = part_ptr + ((pair + s) * HQ + head)[:, None] * D + d[None, :]
+                    part = tl.load(part, mask=has[:, None] & d_ok, other=0.0).to(tl.float32)
+                    total += part * tl.exp2(one - top)[:, None]
+                total = total / whole[:, None]
+                tl.store(out, total.to(out_ptr.dtype.element_ty), mask=out_ok)
 
 
 def attend_chunks(num_tiles, heads, width, element, topk, tile, budget):
@@ -424,22 +419,27 @@ def attend_shapes(
     }
 
 
-def unite(ids, bias, cache, block_table, groups, scratch, *, block, max_blocks, launch):
-    """Unions of all tiles and, for the tiles without one, the lists of pairs by block: up to four
-    launches and a fill.
+def unite(
+    ids, bias, cache, block_table, row_pos, groups, scratch, out, *, block, max_blocks, launch
+):
+    """Unions of all tiles, zeros for padding rows and, where a tile may have none, the lists of
+    pairs by block; whether there are any: up to four launches and a fill, or one.
     """
-    topk = ids.shape[1]
+    num_rows, topk = ids.shape
     tiles = groups["tiles"]
     num_tiles = tiles.shape[0]
     chunks, keys = scratch["hist"].shape
     chunk_tiles = -(-num_tiles // chunks)
     wide = 1 << max(topk - 1, 1).bit_length()
-    scratch["hist"].zero_()
+    listed = max_blocks > launch.union_limit
+    if listed:
+        scratch["hist"].zero_()
     union_kernel[(num_tiles,)](
         ids,
         bias,
         tiles,
         groups["order"],
+        row_pos,
         block_table,
         scratch["count"],
         scratch["union"],
@@ -447,10 +447,13 @@ def unite(ids, bias, cache, block_table, groups, scratch, *, block, max_blocks, 
         scratch["weight"],
         scratch["hist"],
         scratch["rank"],
+        out,
+        num_rows,
         max_blocks,
         keys,
         chunk_tiles,
         block_table.stride(0),
+        WIDTH=out.shape[1] * out.shape[2],
         P=cache.shape[2],
         BLOCK=block,
         TOPK=topk,
@@ -462,6 +465,8 @@ def unite(ids, bias, cache, block_table, groups, scratch, *, block, max_blocks, 
         FIELDS=TILE_FIELDS,
         num_warps=launch.union_warps,
     )
+    if not listed:
+        return False
     runs = scratch["runs"].shape[1]
     if runs > 1:
         invert_sum_kernel[(runs, chunks)](
@@ -512,6 +517,17 @@ def unite(ids, bias, cache, block_table, groups, scratch, *, block, max_blocks, 
         FIELDS=TILE_FIELDS,
         num_warps=4,
     )
+    return True
+
+
+def _merge_run(work, launch):
+    """Rows of one program of the merge: many where there are many, for a tile that has nothing to
+    merge costs its programs too.
+    """
+    run = launch.tile
+    while run > launch.merge_rows and work < run * launch.merge_programs:
+        run //= 2
+    return run
 
 
 def attend_prefill(
@@ -540,19 +556,18 @@ def attend_prefill(
     num_rows, heads, width = query.shape
     if num_rows == 0:
         return
-    unite(
+    listed = unite(
         ids,
         bias,
         cache,
         block_table,
+        row_pos,
         groups,
         scratch,
+        out,
         block=block,
         max_blocks=max_blocks,
         launch=launch,
-    )
-    attend_padding_kernel[(-(-num_rows // 64),)](
-        row_pos, out, num_rows, WIDTH=heads * width, ROWS=64, STEP=64, num_warps=4
     )
     num_tiles, topk = groups["tiles"].shape[0], ids.shape[1]
     common = (cache, block_table, groups["tiles"], groups["order"], row_pos)
@@ -590,8 +605,11 @@ def attend_prefill(
         num_warps=launch.tile_warps,
         **launch.tile_options,
     )
+    if not listed:
+        return
     chunks, keys = scratch["hist"].shape
     chunk_tiles = -(-num_tiles // chunks)
+    run = _merge_run(num_rows * heads, launch)
     walked = max(h for h in range(1, launch.pair_heads + 1) if heads % h == 0)
     entries = scratch["entry"].shape[1]
     for chunk in range(chunks):
@@ -621,7 +639,7 @@ def attend_prefill(
             num_warps=launch.pair_warps,
             **launch.pair_options,
         )
-        attend_merge_kernel[(chunk_tiles * (launch.tile // launch.merge_rows), heads)](
+        attend_merge_kernel[(heads, chunk_tiles * (launch.tile // run))](
             groups["tiles"],
             groups["order"],
             scratch["count"],
@@ -632,6 +650,7 @@ def attend_prefill(
             out,
             chunk * chunk_tiles,
             num_tiles,
+            run,
             **shape,
             TOPK=topk,
             W=1 << max(topk - 1, 1).bit_length(),

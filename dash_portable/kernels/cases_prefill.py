@@ -168,6 +168,7 @@ def _union_cases() -> dict[str, Case]:
                 "ids_ptr",
                 "tile_ptr",
                 "order_ptr",
+                "pos_ptr",
                 "table_ptr",
                 "count_ptr",
                 "union_ptr",
@@ -175,9 +176,10 @@ def _union_cases() -> dict[str, Case]:
             )
             | _pointers("i32", "hist_ptr", "rank_ptr")
             | _pointers("fp32", "bias_ptr", "weight_ptr")
-            | _ints(*ints)
+            | _pointers("bf16", "out_ptr")
+            | _ints(*ints, "num_rows")
             | _strides("tr"),
-            pairs | {"P": 64, "BLOCK": 32},
+            pairs | {"P": 64, "BLOCK": 32, "WIDTH": HQ * 128},
             _launches(
                 lambda r: Launch(
                     r.union_warps,
@@ -293,7 +295,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
             _pointers("i32", "tile_ptr", "order_ptr", "count_ptr", "ids_ptr")
             | _pointers("fp32", "mass_ptr", "part_mass_ptr")
             | _pointers(dtype, "part_ptr", "out_ptr")
-            | _ints("chunk_tile", "num_tiles"),
+            | _ints("chunk_tile", "num_tiles", "run"),
             shape | {"TOPK": TOPK, "W": W},
             _launches(
                 lambda r: Launch(r.merge_warps, 0, {"TILE": r.tile, "ROWS": r.merge_rows}), dtype
@@ -314,9 +316,4 @@ PREFILL_CASES: dict[str, Case] = {
     **_attend_cases("bf16", 128, 64),
     **_attend_cases("fp16", 64, 16),
     **_attend_cases("fp32", 128, 64),
-    "attend_padding": Case(
-        attend_prefill.attend_padding_kernel,
-        _pointers("i32", "pos_ptr") | _pointers("bf16", "out_ptr") | _ints("num_rows"),
-        {"WIDTH": HQ * 128, "ROWS": 64, "STEP": 64},
-    ),
 }

@@ -21,7 +21,8 @@ class PrefillRow(NamedTuple):
     tile_*          the tile kernel: union blocks in one step (1 or 2), local keys in one step
     pair_*          the kernel by block: rows of one program, heads it walks, eviction
                     policy of its stores ("": none)
-    merge_*         rows and warps of one program of the merge
+    merge_*         of the merge: rows that one program takes together, its warps, and how many
+                    programs are enough (with more rows each takes several times as many)
     """
 
     tile: int = 64
@@ -47,6 +48,7 @@ class PrefillRow(NamedTuple):
     pair_options: Mapping[str, Any] = NOTHING
     merge_rows: int = 4
     merge_warps: int = 1
+    merge_programs: int = 16384
 
 
 _REGISTER_BOUND = PrefillRow(select_warps=8, redo_warps=8, tile_warps=8, tile_stages=1)
@@ -56,7 +58,12 @@ PREFILL: dict[str, PrefillRow] = {
     "sm80": _REGISTER_BOUND,
     "sm86": _REGISTER_BOUND,
     "sm89": _REGISTER_BOUND,
-    "sm90": PrefillRow(pair_stages=3, tile_stages=3, union_warps=4),
+    "sm90": PrefillRow(
+        union_warps=4,
+        tile_stages=3,
+        tile_options=MappingProxyType({"maxnreg": 168}),  # three programs at a time
+        pair_stages=3,
+    ),
     "sm100": PrefillRow(select_warps=8),
     "sm120": _REGISTER_BOUND,
     "gfx1100": _RDNA,

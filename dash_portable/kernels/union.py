@@ -16,12 +16,13 @@ KEYS = 2048  # (sequence, block) keys of one program of the offsets
 ENTRIES = 256  # of one program of the list of tiles
 
 
-@triton.jit(do_not_specialize=["max_blocks", "keys", "chunk_tiles"])
+@triton.jit(do_not_specialize=["num_rows", "max_blocks", "keys", "chunk_tiles"])
 def union_kernel(
     ids_ptr,
     bias_ptr,
     tile_ptr,
     order_ptr,
+    pos_ptr,
     table_ptr,
     count_ptr,
     union_ptr,
@@ -29,10 +30,13 @@ def union_kernel(
     weight_ptr,
     hist_ptr,
     rank_ptr,
+    out_ptr,
+    num_rows,
     max_blocks,
     keys,
     chunk_tiles,
     stride_tr,
+    WIDTH: tl.constexpr,
     P: tl.constexpr,
     BLOCK: tl.constexpr,
     TOPK: tl.constexpr,
@@ -44,9 +48,16 @@ def union_kernel(
     FIELDS: tl.constexpr,
 ):
     """One tile: its union and biases (times log2 e), or its pairs' places in the lists of their
-    blocks.
+    blocks. Also zeros for the output of padding rows.
     """
     t = tl.program_id(0)
+    row = t * TILE + tl.arange(0, TILE)
+    padding = tl.load(pos_ptr + row, mask=row < num_rows, other=0) < 0
+    if tl.max(padding.to(tl.int32), 0) > 0:
+        for o in range(0, WIDTH, 16):
+            out = out_ptr + row.to(tl.int64)[:, None] * WIDTH + o + tl.arange(0, 16)[None, :]
+            zero = tl.zeros((TILE, 16), tl.float32).to(out_ptr.dtype.element_ty)
+            tl.store(out, zero, mask=padding[:, None])
     seq = tl.load(tile_ptr + t * FIELDS)
     if seq >= 0:
         begin = tl.load(tile_ptr + t * FIELDS + 1)
