@@ -52,11 +52,12 @@ _INTS = [
     "used",
     "length",
 ]
+_FLOAT32_NAMES = ("bias", "score", "sum", "mass", "near", "near_mass", "lse")
 _POINTERS = {f"{name}_ptr": "*i32" for name in _INTS} | {
     "slots_ptr": "*i64",
     "turn_ptr": "*i64",
     "group_ptr": "*i64",
-    **{f"{name}_ptr": "*fp32" for name in ("bias", "score", "sum", "mass", "lse")},
+    **{f"{name}_ptr": "*fp32" for name in _FLOAT32_NAMES},
 }
 _FLOATS = [
     "q",
@@ -132,8 +133,9 @@ def _select_rows(*, fused: bool) -> dict[str, tuple[Row, ...]]:
                 "AHEAD": row.ahead,
             }
             if fused:
-                heads = min(row.heads, launch.power_of_two(H))
-                consts |= {"HEADS": heads, "PARTS": -(-H // heads), "PDL": row.dependent}
+                heads = 1 if row.near else min(row.heads, launch.power_of_two(H))
+                consts |= {"HEADS": heads, "PARTS": -(-H // heads), "NEAR": row.near}
+                consts["PDL"] = row.dependent
             found.append(Row(warps=row.warps, consts=consts, label=f"{count}x{blocks}"))
         table[arch] = tuple(found)
     return table
@@ -158,11 +160,13 @@ def _merge_rows() -> dict[str, tuple[Row, ...]]:
 def _attend_rows(group: int) -> dict[str, tuple[Row, ...]]:
     table = {}
     for arch, rows in launch.ATTEND.items():
-        dependent = any(row.dependent for row in launch.SELECT.get(arch, ()))
+        selecting = launch.SELECT.get(arch, launch.SELECT[EVERYWHERE])
+        dependent = any(row.dependent for row in selecting)
+        near = group == 1 and any(row.near for row in selecting)
         table[arch] = tuple(
             Row(
                 warps=row.dot_warps if group > 1 else row.warps,
-                consts={"SPLIT": row.split, "TICKET": row.ticket, "PDL": dependent},
+                consts={"SPLIT": row.split, "TICKET": row.ticket, "NEAR": near, "PDL": dependent},
                 options={"launch_pdl": True} if dependent else {},
                 label=f"{row.programs or 'any'}",
             )

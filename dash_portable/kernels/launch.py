@@ -32,6 +32,8 @@ class SelectRow(NamedTuple):
     ahead     summaries of a scan are asked for before the row's page is known, and of the next tile
               before this one's scores
     heads     kv heads that one program of the joint launch stores: a power of two
+    near      tokens of the local window at once that the joint launch attends to, for groups of one
+              query head; 0: attention does that
     """
 
     rows: int | None = None
@@ -41,6 +43,7 @@ class SelectRow(NamedTuple):
     warps: int = 4
     ahead: bool = False
     heads: int = 16
+    near: int = 0
     ticket: bool = False
     dependent: bool = False
 

@@ -351,8 +351,8 @@ def store_select_kernel(
     q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, cache_ptr, head_cls_ptr, scale, floor,
     stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch, stride_ct,
     query_ptr, index_ptr, turn_ptr, row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr,
-    pages_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, num_rows, max_scores,
-    inv_sigma, stride_table, stride_pages,
+    pages_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, near_ptr, near_mass_ptr,
+    num_rows, max_scores, inv_sigma, stride_table, stride_pages,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
     BS: tl.constexpr,
     BT: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr,
@@ -360,10 +360,11 @@ def store_select_kernel(
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, HEADS: tl.constexpr,
-    PARTS: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, NEAR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLIT + PARTS + 1) * N: both stages at once, from trusted summaries. The longer ones,
-    those that select, come first.
+    those that select, come first. NEAR: those that store also attend to the local window, which
+    waits for no selection.
 
     Selection rotates its own query and reads nothing that this launch writes: a block completed now
     is not remote yet, and coordinates and page starts come from earlier rows.
@@ -389,8 +390,8 @@ def store_select_kernel(
             index_ptr, cache_ptr,
             head_cls_ptr, turn_ptr,
             row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, row_pos_ptr,
-            num_rows,
+            near_ptr, near_mass_ptr, num_rows,
             stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch,
             stride_ct, stride_table,
             stride_pages, H, G, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE,
-            HEAD_CLS, HEADS, PARTS, False)  # fmt: skip
+            HEAD_CLS, HEADS, PARTS, False, LOCAL * BS, NEAR)  # fmt: skip
