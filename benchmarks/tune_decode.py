@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -37,11 +38,12 @@ from dash_portable.kernels import launch
 from dash_portable.plan import DashStep
 from dash_portable.step import Step, row_positions
 from dash_portable.triton_layer import TritonLayer
+from dash_portable.triton_window import window_of
 
 D, BS, P = 128, 32, 64
 PAGE = 274  # a marker and 273 image tokens
 CONFIG = DashConfig(index_dim=D, scale=(60.0,), floor=(1e-4,))
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
 # Tile, splits of a row and warps of one program: at 32K with the store, at 128K alone.
 JOINT = [
     (64, 16, 8), (64, 16, 4), (128, 8, 8), (32, 32, 4), (64, 8, 4), (32, 16, 2), (32, 32, 2),
@@ -53,6 +55,11 @@ ALONE = [
     (256, 4, 8),
 ]  # fmt: skip
 HEADS = (4, 8)  # beside 16
+NEAR = [  # with tokens of the window at once, which the store attends to
+    ((64, 16, 8), 32), ((64, 16, 8), 64), ((128, 8, 8), 64), ((64, 8, 4), 32), ((64, 8, 4), 64),
+    ((64, 16, 4), 32), ((128, 4, 8), 64), ((64, 4, 4), 32), ((32, 16, 2), 32), ((32, 8, 2), 32),
+    ((256, 4, 8), 64),
+]  # fmt: skip
 
 
 def select_row(
@@ -69,20 +76,32 @@ def select_row(
     )
 
 
+def ways(shape: tuple[int, int, int]) -> tuple[bool, ...]:
+    """Asking ahead holds two tiles in registers: not where one is 256 bytes of a thread."""
+    tile, _, warps = shape
+    return (False, True) if tile <= 16 * warps else (False,)
+
+
 def joint_rows(rows: int) -> list[launch.SelectRow]:
-    found = [select_row(shape, rows, ahead=ahead) for shape in JOINT for ahead in (False, True)]
+    found = [select_row(shape, rows, ahead=ahead) for shape in JOINT for ahead in ways(shape)]
     return [*found, *(select_row(JOINT[1], rows, heads=heads) for heads in HEADS)]
 
 
+def near_rows(rows: int) -> list[launch.SelectRow]:
+    return [select_row(shape, rows, near=near) for shape, near in NEAR]
+
+
 def alone_rows(rows: int) -> list[launch.SelectRow]:
-    found = [select_row(shape, rows, ahead=ahead) for shape in ALONE for ahead in (False, True)]
+    found = [select_row(shape, rows, ahead=ahead) for shape in ALONE for ahead in ways(shape)]
     return [*found, select_row(ALONE[4], rows, ticket=False)]
 
 
 def checked_rows(rows: int) -> list[launch.SelectRow]:
-    picked = [(64, 4, 4), (32, 8, 2), (128, 2, 8)]
-    found = [select_row(shape, rows, ahead=ahead) for shape in picked for ahead in (False, True)]
-    return [*found, select_row(picked[0], rows, ticket=False)]
+    return [
+        select_row((64, 4, 4), rows),
+        select_row((32, 8, 2), rows, ahead=True),
+        select_row((64, 4, 4), rows, ticket=False),
+    ]
 
 
 ATTENDS = [
@@ -96,6 +115,7 @@ ATTENDS = [
         (16, 1, False),
     ]
 ]
+CHECKED = [ATTENDS[i] for i in (0, 3, 6, 9)]
 _flush: list[Tensor] = []
 
 
@@ -178,11 +198,13 @@ class Case:
             launch.SELECT = {"*": (row,)}
         return TritonLayer(self.step)
 
-    def runner(self, row: launch.AttendRow | None = None, *, dependent: bool = True) -> Runner:
+    def runner(
+        self, row: launch.AttendRow | None = None, *, dependent: bool = True, near: int = 0
+    ) -> Runner:
         if row is not None:
             launch.ATTEND = {"*": (row,)}
         kept = launch.SELECT
-        launch.SELECT = {"*": (launch.SelectRow(dependent=dependent),)}
+        launch.SELECT = {"*": (launch.SelectRow(dependent=dependent, near=near),)}
         made = Runner(self.step)
         launch.SELECT = kept
         return made
@@ -250,6 +272,19 @@ def attended(case: Case, layer: TritonLayer, runner: Runner) -> Callable[[], obj
     return lambda: runner.run(query, case.cache, ids, bias, out)
 
 
+def after_window(case: Case, layer: TritonLayer, row: launch.AttendRow) -> Callable[[], object]:
+    """Attention to what the window leaves, again and again after one selection."""
+    runner = case.runner(row, near=32)
+    query, ids, bias = prepared(case, layer)()
+    out, window = torch.empty_like(query), window_of(case.step)
+
+    def call() -> None:
+        window.filled = True
+        runner.run(query, case.cache, ids, bias, out)
+
+    return call
+
+
 def whole(case: Case, layer: TritonLayer, runner: Runner) -> Callable[[], object]:
     out = torch.empty_like(case.inputs[0])
 
@@ -288,14 +323,24 @@ def check(lines: list[str]) -> None:
         )
         exact = oracle(case, query, ids, bias)
         worst = 0.0
-        for row in ATTENDS:
+        for row in CHECKED:
             out = torch.full_like(query, torch.nan)
             runner = case.runner(row)
             for _ in range(3):
                 runner.run(query, case.cache, ids, bias, out)
             error = (out.double() - exact).norm() / exact.norm()
             worst = max(worst, float(error))
-        lines.append(f"      attention, all {len(ATTENDS)} rows: relative error {worst:.1e}")
+        lines.append(f"      attention, {len(CHECKED)} rows: relative error {worst:.1e}")
+        if group == 1:
+            runner = case.runner(near=32)
+            again = case.layer(checked_rows(rows)[0]._replace(near=32))
+            out = torch.full_like(query, torch.nan)
+            for _ in range(2):
+                parts = prepared(case, again)()
+                runner.run(*parts[:1], case.cache, *parts[1:], out)
+            error = (out.double() - exact).norm() / exact.norm()
+            lines.append(f"      attention after the window: relative error {float(error):.1e}")
+            del runner
         bad = []
         for row in checked_rows(rows):
             again = case.layer(row)
@@ -353,7 +398,8 @@ def short(row: launch.SelectRow | launch.AttendRow, rows: int = 1) -> str:
     end = "" if row.ticket else " 2 launches"
     if isinstance(row, launch.AttendRow):
         return f"split {row.split} warps {row.warps}{end}"
-    more = (" ahead" if row.ahead else "") + ("" if row.heads == 16 else f" heads {row.heads}")
+    more = " ahead" if row.ahead else ""
+    more += f" near {row.near}" if row.near else "" if row.heads == 16 else f" heads {row.heads}"
     return f"tile {row.tile} split {row.programs // rows} warps {row.warps}{more}{end}"
 
 
@@ -420,14 +466,38 @@ def tune_layer(lines: list[str]) -> None:
             alone[row] = cold_us(part)
         lines.append(f"attend 32K N={case.rows}: {ranked(alone, 1, 12)}")
         TABLE.append(f"attend 32K N={case.rows:<3} {ranked(alone, 1, 3)}")
+        plain_rows = [row for row in sorted(joint, key=joint.__getitem__) if row.heads == 16]
+        pairs = [
+            (first, second)
+            for first in plain_rows[:3]
+            for second in sorted(alone, key=alone.__getitem__)[:2]
+        ]
+        firsts = near_rows(case.rows)
+        far, with_window = {}, {}
+        for first in firsts:
+            keep = case.runner(ATTENDS[0], near=first.near)
+            part = begun(prepared(case, case.layer(first)))
+            with_window[first] = cold_us(part)
+            del keep
+        for second in ATTENDS:
+            part = begun(after_window(case, case.layer(firsts[0]), second))
+            far[second] = cold_us(part)
+        lines.append(f"store+select+window 32K N={case.rows}: {ranked(with_window, case.rows, 11)}")
+        lines.append(f"attend after window 32K N={case.rows}: {ranked(far, 1, 12)}")
+        TABLE.append(f"with window 32K N={case.rows:<3} {ranked(with_window, case.rows, 3)}")
+        TABLE.append(f"after window 32K N={case.rows:<3} {ranked(far, 1, 3)}")
+        pairs += [
+            (first, second)
+            for first in sorted(with_window, key=with_window.__getitem__)[:3]
+            for second in sorted(far, key=far.__getitem__)[:2]
+        ]
         both = {}
-        for first in sorted(joint, key=joint.__getitem__)[:3]:
-            for second in sorted(alone, key=alone.__getitem__)[:2]:
-                for dependent in (True, False):
-                    layer = case.layer(first)
-                    call = begun(whole(case, layer, case.runner(second, dependent=dependent)))
-                    name = f"{short(first, case.rows)} + {short(second)}"
-                    both[name + (" PDL" if dependent else " plain")] = cold_us(call)
+        for first, second in pairs:
+            for dependent in (True, False):
+                runner = case.runner(second, dependent=dependent, near=first.near)
+                call = begun(whole(case, case.layer(first), runner))
+                name = f"{short(first, case.rows)} + {short(second)}"
+                both[name + (" PDL" if dependent else " plain")] = cold_us(call)
         best = sorted(both, key=both.__getitem__)
         lines.append(f"layer 32K N={case.rows}: " + "; ".join(f"{both[n]:.1f} ({n})" for n in best))
         TABLE.append(
@@ -468,10 +538,10 @@ LOADED = [0.0]
 TABLES = (dict(launch.SELECT), dict(launch.ATTEND))
 PARTS: dict[str, Callable[[list[str]], None]] = {
     "check": check,
-    "host": host,
     "layer": tune_layer,
     "select": lambda lines: tune_select(lines, pages=False),
     "pages": lambda lines: tune_select(lines, pages=True),
+    "host": host,
 }
 
 
@@ -479,11 +549,14 @@ def warm(index: int, of: int) -> None:
     """Compile this process's share of the variants, on four rows of a short context."""
     four = 4
     work: list[tuple[Any, ...]] = [("joint", row, 1 << 15, 10, 1) for row in joint_rows(four)]
+    work += [("joint", row, 1 << 15, 10, 1) for row in near_rows(four)]
     work += [("alone", row, 1 << 17, 2, 1) for row in alone_rows(four)]
     for group in (1, 4):
         work += [("joint", row, 1 << 13, 2, group) for row in checked_rows(four)]
+        if group == 1:
+            work.append(("joint", checked_rows(four)[0]._replace(near=32), 1 << 13, 2, 1))
         work += [("alone", row, 1 << 13, 2, group) for row in checked_rows(four)]
-        work += [("attend", row, 1 << 13, 2, group) for row in ATTENDS]
+        work += [("attend", row, 1 << 13, 2, group) for row in CHECKED]
     work += [("attend", row, 1 << 15, 10, 1) for row in ATTENDS]
     for rows in (1, 8, 64, 256):
         row = launch.select_row("sm90", rows, 1024)
@@ -500,13 +573,18 @@ def _compile(kind: str, row: Any, context: int, heads: int, group: int) -> None:
     """One row as it is specialised for a context: selection alone, with the store, or attention."""
     small = Case(4, 4096, pages=False, heads=heads, group=group)
     if kind == "attend":
-        runner = small.runner(row)
-        query = small.inputs[0]
         ids = torch.full((4, CONFIG.topk), -1, dtype=torch.int32, device=DEVICE)
-        runner.run(query, small.cache, ids, ids.float(), torch.empty_like(query))
+        for near in (0, 32) if group == 1 else (0,):
+            runner, query = small.runner(row, near=near), small.inputs[0]
+            window = window_of(small.step)
+            if window is not None:
+                window.filled = True
+            runner.run(query, small.cache, ids, ids.float(), torch.empty_like(query))
         return
     small.step = replace(small.step, max_seq_len=context)
+    runner = small.runner(near=row.near)
     (prepared if kind == "joint" else selected)(small, small.layer(row))()
+    del runner
 
 
 def main() -> None:
@@ -536,7 +614,10 @@ def main() -> None:
     for name in args.parts or PARTS:
         begin = time.perf_counter()
         LOADED[0] = 0.0
-        PARTS[name](lines)
+        try:
+            PARTS[name](lines)
+        except Exception:  # the other parts are worth having
+            traceback.print_exc()
         took = time.perf_counter() - begin
         print(
             f"{name}: {took:.0f} s, {LOADED[0]:.0f} s of it first calls",

@@ -164,9 +164,9 @@ class RowSelection:
 
     def _join(self) -> Launch:
         layer, step, row = self._layer, self._step, self._row
-        window = self._window = window_of(step)
-        heads, parts = self._parts(1 if window is not None else row.heads)
-        near = min(row.near, power_of_two(step.config.local)) if window is not None else 0
+        window = self._window = window_of(step) if row.near else None
+        heads, parts = self._parts(row.heads if window is None else 1)
+        near = 0 if window is None else min(row.near, power_of_two(step.config.local))
         pages = layer._pages
         return Launch(
             store_select_kernel,
