@@ -11,6 +11,7 @@ from torch import Tensor
 from .kernels import launch
 from .kernels.group_rows import group_rows, group_shapes
 from .kernels.launch import Launch, power_of_two
+from .kernels.kept import Launches
 from .kernels.launch_prefill import prefill_row
 from .kernels.select_decode import select_decode_kernel, select_merge_kernel, store_select_kernel
 from .kernels.select_prefill import select_prefill, select_shapes
@@ -250,7 +251,7 @@ class TileRows:
         self._start, self._end = ints(max(rows, 1)), ints(max(seqs, 1))
         self._order, self._live = ints(rows), ints(seqs + 1)
         self._tiles = _tiles(step)
-        self._prefill = prefill_row(layer._arch, step.dtype.itemsize)
+        self._prefill, self._launches = prefill_row(layer._arch, step.dtype.itemsize), Launches()
         tile = self._prefill.tile
         self.groups = {name: ints(*shape) for name, shape in group_shapes(rows, seqs, tile).items()}
         self._scratch = {name: ints(*shape) for name, shape in select_shapes(rows, seqs).items()}
@@ -307,11 +308,14 @@ class TileRows:
             # which one is first.
             self._located = not step.graph
         given = head_cls is not None
+        # Grouped queries make one kv head's share large enough.
+        heads = max(1, min(launch.STORE_HEADS // step.group, step.kv_heads))
+        parts = -(-step.kv_heads // heads)
         run = layer.launch(
             f"store {given}",
             store_tile_kernel,
-            (step.kv_heads + 1) * len(self._tiles),
-            (*layer._sizes, *layer._blocks, layer._given, given),
+            (parts + 1) * len(self._tiles),
+            (*layer._sizes, *layer._blocks, layer._given, given, heads, parts),
             warps=launch.STORE_WARPS,
         )
         run(
@@ -364,6 +368,7 @@ class TileRows:
             window=config.window,
             tile=self._prefill.tile,
             launch=self._prefill,
+            launches=self._launches,
         )
 
 

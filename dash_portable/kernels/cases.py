@@ -197,7 +197,9 @@ def _cases() -> dict[str, Case]:
             f"store_tile_{dtype}": _case(
                 store_tiles.store_tile_kernel,
                 dtype,
-                row_sizes | {"POSITIONS": 1, "HEAD_CLS": True},
+                row_sizes
+                | {"POSITIONS": 1, "HEAD_CLS": True, "HEADS": launch.STORE_HEADS}
+                | {"PARTS": -(-H // launch.STORE_HEADS)},
                 _warps(launch.STORE_WARPS),
             ),
             f"store_select_{dtype}": _case(

@@ -14,6 +14,7 @@ EVERYWHERE = "*"
 COORDINATES_TILE = 128
 COORDINATES_WARPS = 4
 STORE_WARPS = 4  # of a tile of one block
+STORE_HEADS = 5  # kv heads of one program at most: they share the tile's angles
 STORE_ROW_WARPS = 1
 STORE_ROW_HEADS = 4  # kv heads of one program
 SUMMARY_WARPS = 4

@@ -188,13 +188,13 @@ def store_tile_kernel(
     stride_table, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr,
     P: tl.constexpr,
     BS: tl.constexpr, BT: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr,
-    HEAD_CLS: tl.constexpr,
+    HEAD_CLS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H + 1) * tiles: one head of the rows of one sparse block. tile int32 [tiles, 2]:
-    sequence, block from its first.
+    """Grid (PARTS + 1) * tiles: HEADS kv heads of the rows of one sparse block, which share its
+    angles, or the auxiliary head. tile int32 [tiles, 2]: sequence, block from its first.
     """
-    x = tl.program_id(0) % (H + 1)
-    tile = tl.program_id(0) // (H + 1)
+    x = tl.program_id(0) % (PARTS + 1)
+    tile = tl.program_id(0) // (PARTS + 1)
     r = tl.load(tile_ptr + tile * 2).to(tl.int64)
     begin = tl.load(live_ptr + r)
     many = tl.load(live_ptr + r + 1) - begin
@@ -231,34 +231,40 @@ def store_tile_kernel(
         slot = tl.load(slots_ptr + row, mask=ok, other=0)
         row_at = slot_at(slot, stride_cb, stride_ct, P)
         dtype = cache_ptr.dtype.element_ty
-        if x < H:
-            for g in range(G):
-                head = x * G + g
+        if x < PARTS:
+            first_head = x * HEADS
+            # By number, so that the loads of several heads are under way at once.
+            for g in tl.static_range(HEADS * G):
+                head = first_head * G + g
+                h_live = live & (head < H * G)
                 at = q_ptr + (row * stride_qn + head * D)[:, None] + half[None, :]
                 low, high = rotated(
-                    tl.load(at, mask=live, other=0.0),
-                    tl.load(at + D // 2, mask=live, other=0.0),
+                    tl.load(at, mask=h_live, other=0.0),
+                    tl.load(at + D // 2, mask=h_live, other=0.0),
                     cos,
                     sin,
                 )
                 to = query_ptr + ((row * (H * G) + head) * D)[:, None] + half[None, :]
-                tl.store(to, low.to(query_ptr.dtype.element_ty), mask=live)
-                tl.store(to + D // 2, high.to(query_ptr.dtype.element_ty), mask=live)
-            at = k_ptr + (row * stride_kn + x * D)[:, None] + half[None, :]
-            low, high = rotated(
-                tl.load(at, mask=live, other=0.0),
-                tl.load(at + D // 2, mask=live, other=0.0),
-                cos,
-                sin,
-            )
-            to = cache_ptr + head_at(x, stride_ch) + row_at[:, None] + half[None, :]
-            tl.store(to, low.to(dtype), mask=live)
-            tl.store(to + D // 2, high.to(dtype), mask=live)
-            at = v_ptr + (row * stride_vn + x * D)[:, None] + half[None, :]
-            tl.store(to + D, tl.load(at, mask=live, other=0.0).to(dtype), mask=live)
-            tl.store(
-                to + D + D // 2, tl.load(at + D // 2, mask=live, other=0.0).to(dtype), mask=live
-            )
+                tl.store(to, low.to(query_ptr.dtype.element_ty), mask=h_live)
+                tl.store(to + D // 2, high.to(query_ptr.dtype.element_ty), mask=h_live)
+            for j in tl.static_range(HEADS):
+                head = first_head + j
+                h_live = live & (head < H)
+                at = k_ptr + (row * stride_kn + head * D)[:, None] + half[None, :]
+                low, high = rotated(
+                    tl.load(at, mask=h_live, other=0.0),
+                    tl.load(at + D // 2, mask=h_live, other=0.0),
+                    cos,
+                    sin,
+                )
+                to = cache_ptr + head_at(head, stride_ch) + row_at[:, None] + half[None, :]
+                tl.store(to, low.to(dtype), mask=h_live)
+                tl.store(to + D // 2, high.to(dtype), mask=h_live)
+                at = v_ptr + (row * stride_vn + head * D)[:, None] + half[None, :]
+                v0 = tl.load(at, mask=h_live, other=0.0)
+                v1 = tl.load(at + D // 2, mask=h_live, other=0.0)
+                tl.store(to + D, v0.to(dtype), mask=h_live)
+                tl.store(to + D + D // 2, v1.to(dtype), mask=h_live)
         else:
             at = iq_ptr + (row * stride_iqn)[:, None] + half[None, :]
             low, high = rotated(
