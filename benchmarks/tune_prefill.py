@@ -151,6 +151,8 @@ BUDGETS = {  # MiB for the partial results of one chunk
 class Nothing:
     """Stands in for a kernel that is left out."""
 
+    arg_names = ()
+
     def __getitem__(self, grid: object) -> Any:
         return lambda *args, **options: None
 

@@ -9,6 +9,7 @@ from dash_portable.kernels import launch
 from dash_portable.kernels.attend_decode import attend_decode_kernel, attend_merge_kernel
 from dash_portable.kernels.attend_prefill import attend_prefill, attend_shapes
 from dash_portable.kernels.group_rows import group_rows, group_shapes, tile_bound
+from dash_portable.kernels.kept import Launches
 from dash_portable.kernels.launch import Launch, power_of_two
 from dash_portable.kernels.launch_prefill import prefill_row
 from dash_portable.platform.detect import current_platform
@@ -123,6 +124,7 @@ class PrefillRunner:
             for name, (kind, shape) in shapes.items()
         }
         self._own: dict[str, Tensor] | None = None
+        self._launches = Launches()
         self.refresh()
 
     def refresh(self) -> None:
@@ -174,6 +176,7 @@ class PrefillRunner:
             local=config.local,
             max_blocks=max(step.max_blocks, 1),
             launch=self._row,
+            launches=self._launches,
         )
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .group_rows import TILE_FIELDS
+from .kept import Launches
 from .primitives import LOG2E, token_at
 from .union import (
     ENTRIES,
@@ -118,7 +119,7 @@ def attend_tile_kernel(
 
     PAIR: blocks of the union in one step, 1 or 2. STEP: local keys in one step, at least BLOCK.
     """
-    head, t = tl.program_id(0), tl.program_id(1)
+    head, t = tl.program_id(0) % HQ, tl.program_id(0) // HQ
     seq = tl.load(tile_ptr + t * FIELDS)
     if seq >= 0:
         r = tl.arange(0, TILE)
@@ -133,7 +134,6 @@ def attend_tile_kernel(
         table_row = table_ptr + seq.to(tl.int64) * stride_tr
         factor = scale * LOG2E
         begin = tl.maximum(pos + 1 - LOCAL, 0)  # first local key of each row
-        near = tl.min(tl.where(live, begin, 0x7FFFFFFF), 0)
         top = tl.full((TILE,), float("-inf"), tl.float32)
         mass = tl.zeros((TILE,), tl.float32)
         total = tl.zeros((TILE, DP), tl.float32)
@@ -147,8 +147,7 @@ def attend_tile_kernel(
             if PAIR == 1:
                 if P % BLOCK == 0:
                     place = tl.load(place_ptr + room + j).to(tl.int64) * stride_cb
-                    place = place + (block * BLOCK % P).to(tl.int64) * stride_ct
-                    place = place + n.to(tl.int64) * stride_ct
+                    place = place + (block * BLOCK % P + n).to(tl.int64) * stride_ct
                 else:
                     place = token_at(table_row, block * BLOCK + n, n >= 0, stride_cb, stride_ct, P)
                 key = _load_columns(keys, place, n >= 0, D, DP, False)
@@ -179,25 +178,33 @@ def attend_tile_kernel(
             score = tl.dot(query, key, input_precision="ieee") * factor + weight
             if PAIR == 1:  # noqa: SIM114 - both sides of an `or` are evaluated
                 score = tl.where(token[None, :] < begin[:, None], score, float("-inf"))
-            elif (latest + 1) * BLOCK > near:  # the local window wins
+            elif (latest + 1) * BLOCK > tl.min(
+                tl.where(live, begin, 0x7FFFFFFF), 0
+            ):  # the local window wins
                 score = tl.where(token[None, :] < begin[:, None], score, float("-inf"))
             top, mass, total = _add_keys(score, 1.0, value, top, mass, total)
 
         k = tl.arange(0, STEP)
         last = tl.max(pos, 0)
         zero = tl.zeros((), tl.int64)
-        for t0 in tl.range(near // BLOCK * BLOCK, last + 1, STEP, num_stages=STAGES):
+        start = tl.maximum(tl.min(tl.where(live, pos, 0x7FFFFFFF), 0) + 1 - LOCAL, 0)
+        for t0 in tl.range(start // BLOCK * BLOCK, last + 1, STEP, num_stages=STAGES):
             token = t0 + k
             k_ok = token <= last
-            if P % BLOCK == 0 and STEP <= 2 * BLOCK:
-                place = tl.load(table_row + t0 // P).to(tl.int64) * stride_cb
-                place = place + (zero + t0 % P) * stride_ct
-                if STEP > BLOCK:
-                    t1 = t0 + BLOCK
-                    two = tl.load(table_row + t1 // P, mask=t1 <= last, other=0)
-                    two = two.to(tl.int64) * stride_cb + (zero + t1 % P) * stride_ct
-                    place = tl.where(k < BLOCK, place, two)
-                place = place + (k % BLOCK).to(tl.int64) * stride_ct
+            if P % BLOCK == 0 and STEP <= BLOCK:
+                place = (
+                    tl.load(table_row + t0 // P).to(tl.int64) * stride_cb
+                    + (t0 % P + k).to(tl.int64) * stride_ct
+                )
+            elif P % BLOCK == 0 and STEP == 2 * BLOCK:
+                t1 = t0 + BLOCK
+                one = tl.load(table_row + t0 // P).to(tl.int64) * stride_cb
+                two = (
+                    tl.load(table_row + t1 // P, mask=t1 <= last, other=0).to(tl.int64) * stride_cb
+                )
+                one = one + (zero + t0 % P) * stride_ct
+                two = two + (zero + t1 % P) * stride_ct
+                place = tl.where(k < BLOCK, one, two) + (k % BLOCK).to(tl.int64) * stride_ct
             else:
                 place = token_at(table_row, token, k_ok, stride_cb, stride_ct, P)
             key = _load_columns(keys, place, k_ok, D, DP, True)
@@ -264,7 +271,7 @@ def attend_pair_kernel(
     """Rows that chose one block against that block, HEADS heads one after another; partial result
     and mass of each pair.
     """
-    group = tl.program_id(1)
+    group = tl.program_id(0) // entries
     n = tl.arange(0, N)
     n_ok = n < BLOCK
     r = tl.arange(0, PAIR_TILE)
@@ -273,7 +280,7 @@ def attend_pair_kernel(
     pairs = pair_ptr + tl.full((), 1, tl.int64) * chunk * chunk_pairs
     records = entry_ptr + tl.full((), 4, tl.int64) * chunk * entries
     total = tl.load(first_ptr + tl.full((), 1, tl.int64) * chunk * (keys_total + 1) + keys_total)
-    e = tl.program_id(0)
+    e = tl.program_id(0) % entries
     if e < total:
         record = records + e * 4
         seq = tl.load(record).to(tl.int64)
@@ -337,7 +344,7 @@ def attend_merge_kernel(
     """`run` rows of a tile and one head, ROWS at a time: the local result (in out) and the rows'
     partial results become the output.
     """
-    head, place = tl.program_id(0), tl.program_id(1)
+    head, place = tl.program_id(0) % HQ, tl.program_id(0) // HQ
     runs = TILE // run
     t = chunk_tile + place // runs
     if t < num_tiles:  # noqa: SIM102 - both sides of an `and` are evaluated
@@ -420,7 +427,19 @@ def attend_shapes(
 
 
 def unite(
-    ids, bias, cache, block_table, row_pos, groups, scratch, out, *, block, max_blocks, launch
+    ids,
+    bias,
+    cache,
+    block_table,
+    row_pos,
+    groups,
+    scratch,
+    out,
+    *,
+    block,
+    max_blocks,
+    launch,
+    launches,
 ):
     """Unions of all tiles, zeros for padding rows and, where a tile may have none, the lists of
     pairs by block; whether there are any: up to four launches and a fill, or one.
@@ -430,11 +449,28 @@ def unite(
     num_tiles = tiles.shape[0]
     chunks, keys = scratch["hist"].shape
     chunk_tiles = -(-num_tiles // chunks)
-    wide = 1 << max(topk - 1, 1).bit_length()
+    pairs = {
+        "TOPK": topk,
+        "W": 1 << max(topk - 1, 1).bit_length(),
+        "TILE": launch.tile,
+        "FIELDS": TILE_FIELDS,
+    }
     listed = max_blocks > launch.union_limit
     if listed:
         scratch["hist"].zero_()
-    union_kernel[(num_tiles,)](
+
+    def union():
+        consts = {
+            "WIDTH": out.shape[1] * out.shape[2],
+            "P": cache.shape[2],
+            "BLOCK": block,
+            "LIMIT": launch.union_limit,
+            "BUCKETS": 1 << launch.union_limit.bit_length(),
+            "ROOM": max(launch.union_limit, 1),
+        }
+        return consts | pairs, launch.union_warps, {}
+
+    launches("union", union_kernel, num_tiles, union)(
         ids,
         bias,
         tiles,
@@ -453,45 +489,28 @@ def unite(
         keys,
         chunk_tiles,
         block_table.stride(0),
-        WIDTH=out.shape[1] * out.shape[2],
-        P=cache.shape[2],
-        BLOCK=block,
-        TOPK=topk,
-        W=wide,
-        TILE=launch.tile,
-        LIMIT=launch.union_limit,
-        BUCKETS=1 << launch.union_limit.bit_length(),
-        ROOM=max(launch.union_limit, 1),
-        FIELDS=TILE_FIELDS,
-        num_warps=launch.union_warps,
     )
     if not listed:
         return False
     runs = scratch["runs"].shape[1]
+
+    def run():
+        return {"STEP": KEYS, "TILE": launch.pair_tile}, 8, {}
+
     if runs > 1:
-        invert_sum_kernel[(runs, chunks)](
-            scratch["hist"],
-            scratch["runs"],
-            keys,
-            runs,
-            STEP=KEYS,
-            TILE=launch.pair_tile,
-            num_warps=8,
+        launches("sum", invert_sum_kernel, runs * chunks, run)(
+            scratch["hist"], scratch["runs"], keys, runs
         )
-    invert_offset_kernel[(runs, chunks)](
-        scratch["hist"],
-        scratch["runs"],
-        scratch["offset"],
-        scratch["first"],
-        keys,
-        runs,
-        STEP=KEYS,
-        TILE=launch.pair_tile,
-        num_warps=8,
+    launches("offset", invert_offset_kernel, runs * chunks, run)(
+        scratch["hist"], scratch["runs"], scratch["offset"], scratch["first"], keys, runs
     )
     entries = scratch["entry"].shape[1]
     entry_programs = -(-entries // ENTRIES)
-    invert_place_kernel[(num_tiles + chunks * entry_programs,)](
+
+    def placed():
+        return pairs | {"PAIR_TILE": launch.pair_tile, "ENTRIES": ENTRIES}, 4, {}
+
+    launches("place", invert_place_kernel, num_tiles + chunks * entry_programs, placed)(
         ids,
         tiles,
         groups["order"],
@@ -509,13 +528,6 @@ def unite(
         entries,
         entry_programs,
         keys.bit_length(),
-        TOPK=topk,
-        W=wide,
-        TILE=launch.tile,
-        PAIR_TILE=launch.pair_tile,
-        ENTRIES=ENTRIES,
-        FIELDS=TILE_FIELDS,
-        num_warps=4,
     )
     return True
 
@@ -545,17 +557,20 @@ def attend_prefill(
     local,
     max_blocks,
     launch,
+    launches=None,
 ):
     """out [N, Hq, D] of a step's rows, grouped by group_rows; padding rows get 0.
 
     query [N, Hq, D] rotated, contiguous; cache [NB, H + 1, P, 2 D]; block_table int32 [R, blocks];
     row_pos int32 [N]; ids int32 [N, topk], -1 unused; bias float32 [N, topk]; groups: what
     group_rows filled; scratch: the tensors of attend_shapes; launch: the row of launch_prefill that
-    gave the shapes. All launches are queued; nothing is read back.
+    gave the shapes; launches: the Launches of a plan with these shapes. All launches are queued;
+    nothing is read back.
     """
     num_rows, heads, width = query.shape
     if num_rows == 0:
         return
+    launches = Launches() if launches is None else launches
     listed = unite(
         ids,
         bias,
@@ -568,24 +583,32 @@ def attend_prefill(
         block=block,
         max_blocks=max_blocks,
         launch=launch,
+        launches=launches,
     )
     num_tiles, topk = groups["tiles"].shape[0], ids.shape[1]
     common = (cache, block_table, groups["tiles"], groups["order"], row_pos)
-    strides = (cache.stride(0), cache.stride(1), cache.stride(2), block_table.stride(0))
-    shape = {
-        "HQ": heads,
-        "D": width,
-        "DP": 1 << max(width - 1, 15).bit_length(),
-        "FIELDS": TILE_FIELDS,
-    }
-    cached = {
-        "G": heads // (cache.shape[1] - 1),
-        "P": cache.shape[2],
-        "BLOCK": block,
-        "LOCAL": local,
-        **shape,
-    }
-    attend_tile_kernel[(heads, num_tiles)](
+    strides = (*cache.stride()[:3], block_table.stride(0))
+    scale = width**-0.5
+
+    def shape():
+        padded = 1 << max(width - 1, 15).bit_length()
+        return {"HQ": heads, "D": width, "DP": padded, "FIELDS": TILE_FIELDS}
+
+    def cached():
+        held = {"G": heads // (cache.shape[1] - 1), "P": cache.shape[2]}
+        return held | {"BLOCK": block, "LOCAL": local} | shape()
+
+    def by_tile():
+        consts = {
+            "TILE": launch.tile,
+            "ROOM": max(launch.union_limit, 1),
+            "PAIR": max(launch.tile_blocks, LEAST_KEYS // block),
+            "STEP": launch.tile_step,
+            "STAGES": launch.tile_stages,
+        }
+        return cached() | consts, launch.tile_warps, launch.tile_options
+
+    launches("tile", attend_tile_kernel, heads * num_tiles, by_tile)(
         query,
         *common,
         scratch["count"],
@@ -594,16 +617,8 @@ def attend_prefill(
         scratch["weight"],
         scratch["mass"],
         out,
-        width**-0.5,
+        scale,
         *strides,
-        **cached,
-        TILE=launch.tile,
-        ROOM=max(launch.union_limit, 1),
-        PAIR=max(launch.tile_blocks, LEAST_KEYS // block),
-        STEP=launch.tile_step,
-        STAGES=launch.tile_stages,
-        num_warps=launch.tile_warps,
-        **launch.tile_options,
     )
     if not listed:
         return
@@ -612,8 +627,28 @@ def attend_prefill(
     run = _merge_run(num_rows * heads, launch)
     walked = max(h for h in range(1, launch.pair_heads + 1) if heads % h == 0)
     entries = scratch["entry"].shape[1]
+
+    def by_pair():
+        consts = {
+            "TOPK": topk,
+            "PAIR_TILE": launch.pair_tile,
+            "HEADS": walked,
+            "N": max(block, LEAST_KEYS),
+            "STAGES": launch.pair_stages,
+            "STORE": launch.pair_store,
+        }
+        return cached() | consts, launch.pair_warps, launch.pair_options
+
+    def merged():
+        wide = 1 << max(topk - 1, 1).bit_length()
+        consts = {"TOPK": topk, "W": wide, "TILE": launch.tile, "ROWS": launch.merge_rows}
+        return shape() | consts, launch.merge_warps, {}
+
+    pair = launches("pair", attend_pair_kernel, entries * (heads // walked), by_pair)
+    merge_programs = heads * chunk_tiles * (launch.tile // run)
+    merge = launches("merge", attend_merge_kernel, merge_programs, merged)
     for chunk in range(chunks):
-        attend_pair_kernel[(entries, heads // walked)](
+        pair(
             query,
             *common,
             bias,
@@ -622,24 +657,15 @@ def attend_prefill(
             scratch["entry"],
             scratch["part"],
             scratch["part_mass"],
-            width**-0.5,
+            scale,
             keys,
             scratch["pair"].shape[1],
             entries,
             chunk,
             chunk * chunk_tiles,
             *strides,
-            **cached,
-            TOPK=topk,
-            PAIR_TILE=launch.pair_tile,
-            HEADS=walked,
-            N=max(block, LEAST_KEYS),
-            STAGES=launch.pair_stages,
-            STORE=launch.pair_store,
-            num_warps=launch.pair_warps,
-            **launch.pair_options,
         )
-        attend_merge_kernel[(heads, chunk_tiles * (launch.tile // run))](
+        merge(
             groups["tiles"],
             groups["order"],
             scratch["count"],
@@ -651,10 +677,4 @@ def attend_prefill(
             chunk * chunk_tiles,
             num_tiles,
             run,
-            **shape,
-            TOPK=topk,
-            W=1 << max(topk - 1, 1).bit_length(),
-            TILE=launch.tile,
-            ROWS=launch.merge_rows,
-            num_warps=launch.merge_warps,
         )

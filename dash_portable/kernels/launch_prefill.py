@@ -34,7 +34,7 @@ class PrefillRow(NamedTuple):
     few_programs: int = 1056
     redo_warps: int = 4
     union_limit: int = 48
-    union_warps: int = 1
+    union_warps: int = 4
     tile_blocks: int = 1
     tile_step: int = 32
     tile_warps: int = 4
@@ -51,20 +51,15 @@ class PrefillRow(NamedTuple):
     merge_programs: int = 16384
 
 
-_REGISTER_BOUND = PrefillRow(select_warps=8, redo_warps=8, tile_warps=8, tile_stages=1)
+_REGISTER_BOUND = PrefillRow(select_warps=8, few_warps=8, redo_warps=8, tile_warps=8, tile_stages=1)
 _RDNA = _REGISTER_BOUND._replace(select_groups=32, pair_warps=8, pair_stages=1)
 PREFILL: dict[str, PrefillRow] = {
     "*": PrefillRow(),
     "sm80": _REGISTER_BOUND,
     "sm86": _REGISTER_BOUND,
     "sm89": _REGISTER_BOUND,
-    "sm90": PrefillRow(
-        union_warps=4,
-        tile_stages=3,
-        tile_options=MappingProxyType({"maxnreg": 168}),  # three programs at a time
-        pair_stages=3,
-    ),
-    "sm100": PrefillRow(select_warps=8),
+    "sm90": PrefillRow(tile_stages=3, pair_stages=3),
+    "sm100": PrefillRow(select_warps=8, few_warps=8, tile_warps=8),
     "sm120": _REGISTER_BOUND,
     "gfx1100": _RDNA,
     "gfx1151": _RDNA,

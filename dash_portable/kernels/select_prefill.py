@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from .group_rows import TILE_FIELDS
+from .kept import Launches
 from .primitives import (
     BAD_SCORE,
     CLAMP,
     EMPTY,
-    best_of,
     best_of_rows,
     final_score,
     finish_selection,
@@ -242,13 +242,13 @@ def select_group_kernel(
     w = tl.arange(0, W)
     d = tl.arange(0, DP)
     n = tl.arange(0, GROUPS)
-    free = tl.full((W,), EMPTY, tl.int64) + w  # differ, so that one at a time is taken
+    free = tl.full((1, W), EMPTY, tl.int64) + w[None, :]  # differ: one at a time is taken
     same = tl.zeros((TILE,), tl.int32)
     for e in range(tl.program_id(0), tl.load(redo_count_ptr), tl.num_programs(0)):
         i = tl.load(few_ptr + e * LISTED)
         seq = tl.load(few_ptr + e * LISTED + 1).to(tl.int64)
         packed = tl.load(few_ptr + e * LISTED + 2)
-        keys = best_ptr + tl.full((), 2 * W, tl.int64) * e + w
+        keys = best_ptr + tl.full((), 2 * W, tl.int64) * e + w[None, :]
         held = tl.load(keys).to(tl.int64) << 32
         held = held | (tl.load(keys + W).to(tl.int64) & 0xFFFFFFFF)
         held = tl.where(held == EMPTY, free, held)
@@ -272,23 +272,25 @@ def select_group_kernel(
                     ok = (block >= first) & (block <= last)
                     key_ok = ok[None, :] & (d[:, None] < D)
                     key = tl.load(summary + block[None, :] * D + d[:, None], mask=key_ok, other=0.0)
-                    raw = tl.max(tl.dot(query, key, input_precision="ieee"), 0)
+                    raw = tl.dot(query, key, input_precision="ieee")
+                    raw = tl.max(raw, 0, keep_dims=True)
                     if HAS_PAGES:
                         near = ok & (page > 0)
                         low = tl.load(ranges + block * 2, mask=near, other=0)
                         high = tl.load(ranges + block * 2 + 1, mask=near, other=0)
                         ok = ok & ((page <= 0) | ((low <= page) & (page <= high)))
-                    new = tl.where(ok, pack_score(final_score(raw, factor, D), block), EMPTY)
-                    best = tl.max(new, 0)
-                    worst = tl.min(held, 0)
-                    while best > worst:
-                        held = tl.where(held == worst, best, held)
-                        new = tl.where(new == best, EMPTY, new)
-                        best = tl.max(new, 0)
-                        worst = tl.min(held, 0)
-        held = best_of(tl.where(held <= EMPTY + W, EMPTY, held), W, W)
+                    new = pack_score(final_score(raw, factor, D), block[None, :])
+                    new = tl.where(ok[None, :], new, EMPTY)
+                    best = tl.max(new, 1)
+                    worst = tl.min(held, 1)
+                    while tl.max((best > worst).to(tl.int32), 0) > 0:
+                        held = tl.where(held == worst[:, None], best[:, None], held)
+                        new = tl.where(new == best[:, None], EMPTY, new)
+                        best = tl.max(new, 1)
+                        worst = tl.min(held, 1)
+        held = best_of_rows(tl.where(held <= EMPTY + W, EMPTY, held), W, W)
         ids, bias = finish_selection(
-            tl.reshape(held, (1, W)),
+            held,
             tl.full((1,), 1, tl.int32) * tl.minimum(pos // BLOCK + 1, WINDOW),
             floor,
             inv_sigma,
@@ -438,6 +440,7 @@ def select_prefill(
     window,
     tile,
     launch,
+    launches=None,
 ):
     """ids int32 [N, topk] and bias float32 [N, topk] of a step's rows, grouped by group_rows; two
     launches, three where a row may have more blocks than the first keeps, and a fill.
@@ -445,33 +448,42 @@ def select_prefill(
     index_query [N, D] rotated, contiguous; summaries [R, blocks, D] and ranges int32 [R, blocks, 2]
     (None when no row has a page), each sequence contiguous; row_pos int32 [N]; groups: what
     group_rows filled; scratch: tensors of select_shapes. launch: a row of launch_prefill
-    (select_*, few_*, redo_warps).
+    (select_*, few_*, redo_warps); launches: the Launches of a plan with these shapes.
     """
     num_rows, width = index_query.shape
     if num_rows == 0:
         return
+    launches = Launches() if launches is None else launches
     has_pages = ranges is not None
     scratch["redo_count"].zero_()
     strides = (summaries.stride(0), ranges.stride(0) if has_pages else 0)
     numbers = (scale * width**-0.5, floor, 1.0 / sigma)
-    padded = 1 << max(width - 1, 15).bit_length()
-    consts = {
-        "D": width,
-        "DP": padded,
-        "BLOCK": block,
-        "TOPK": topk,
-        "WINDOW": window,
-        "W": 1 << max(window - 1, 1).bit_length(),
-        "TILE": tile,
-        "GROUPS": launch.select_groups,
-        "HAS_PAGES": has_pages,
-    }
     rows = (groups["first"], groups["last"], groups["page"], row_pos)
     lists = (ids, bias, scratch["redo_count"])
     few = (scratch["few"], scratch["best"])
     keys = (index_query, summaries, ranges if has_pages else row_pos)
     tiles = groups["tiles"]
-    select_tile_kernel[(tiles.shape[0],)](
+    num_tiles = tiles.shape[0]
+
+    def consts(**more):
+        return {
+            "D": width,
+            "DP": 1 << max(width - 1, 15).bit_length(),
+            "BLOCK": block,
+            "TOPK": topk,
+            "WINDOW": window,
+            "W": 1 << max(window - 1, 1).bit_length(),
+            "TILE": tile,
+            "GROUPS": launch.select_groups,
+            "HAS_PAGES": has_pages,
+            **more,
+        }
+
+    def first():
+        made = consts(STAGES=launch.select_stages, FIELDS=TILE_FIELDS)
+        return made, launch.select_warps, launch.select_options
+
+    launches("select", select_tile_kernel, num_tiles, first)(
         *keys,
         tiles,
         groups["order"],
@@ -481,26 +493,16 @@ def select_prefill(
         *few,
         *numbers,
         *strides,
-        **consts,
-        STAGES=launch.select_stages,
-        FIELDS=TILE_FIELDS,
-        num_warps=launch.select_warps,
-        **launch.select_options,
     )
     if summaries.shape[1] > 2 * launch.select_groups:
-        select_group_kernel[(min(num_rows, launch.few_programs),)](
-            *keys, *rows, *lists, *few, *numbers, *strides, **consts, num_warps=launch.few_warps
+        programs = min(num_rows, launch.few_programs)
+        launches("group", select_group_kernel, programs, lambda: (consts(), launch.few_warps, {}))(
+            *keys, *rows, *lists, *few, *numbers, *strides
         )
-    select_redo_kernel[(max(tiles.shape[0], -(-num_rows // tile)),)](
-        *keys,
-        tiles,
-        *rows,
-        *lists,
-        scratch["redo"],
-        num_rows,
-        *numbers,
-        *strides,
-        **consts,
-        FIELDS=TILE_FIELDS,
-        num_warps=launch.redo_warps,
-    )
+    programs = max(num_tiles, -(-num_rows // tile))
+    launches(
+        "redo",
+        select_redo_kernel,
+        programs,
+        lambda: (consts(FIELDS=TILE_FIELDS), launch.redo_warps, {}),
+    )(*keys, tiles, *rows, *lists, scratch["redo"], num_rows, *numbers, *strides)

@@ -107,7 +107,7 @@ def union_kernel(
 @triton.jit(do_not_specialize=["keys", "parts"])
 def invert_sum_kernel(hist_ptr, part_ptr, keys, parts, STEP: tl.constexpr, TILE: tl.constexpr):
     """Pairs and tiles of each run of STEP keys of a chunk; only where there are several runs."""
-    run, chunk = tl.program_id(0), tl.program_id(1)
+    run, chunk = tl.program_id(0) % parts, tl.program_id(0) // parts
     k = run * STEP + tl.arange(0, STEP)
     count = tl.load(hist_ptr + chunk.to(tl.int64) * keys + k, mask=k < keys, other=0)
     tl.store(part_ptr + (chunk * parts + run) * 2, tl.sum(count, 0))
@@ -128,7 +128,7 @@ def invert_offset_kernel(
     """Where each key's list begins in its chunk's pairs, and its first tile: offset, first [chunks,
     keys + 1].
     """
-    run, chunk = tl.program_id(0), tl.program_id(1)
+    run, chunk = tl.program_id(0) % parts, tl.program_id(0) // parts
     j = tl.arange(0, STEP)
     pairs = tl.zeros((), tl.int32)
     tiles = tl.zeros((), tl.int32)
