@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .kernels import launch
 from .kernels.group_rows import group_rows, group_shapes
-from .kernels.launch import Launch, power_of_two
 from .kernels.kept import Launches
+from .kernels.launch import Launch, power_of_two
 from .kernels.launch_prefill import prefill_row
 from .kernels.select_decode import select_decode_kernel, select_merge_kernel, store_select_kernel
 from .kernels.select_prefill import select_prefill, select_shapes
