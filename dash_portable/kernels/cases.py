@@ -241,7 +241,7 @@ def _cases() -> dict[str, Case]:
             f"gather_{dtype}": _case(
                 gather.gather_segments_kernel,
                 dtype,
-                {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK, "BIAS": True}
+                {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK, "TAIL": 8}
                 | block,
                 _warps(4),
             )._replace(may_spill=_FLOAT32 if dtype == "fp32" else {}),

@@ -33,17 +33,16 @@ def gather_segments_kernel(
     stride_cb, stride_ch, stride_ct, stride_table, stride_kt, stride_kh, stride_vt, stride_vh,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr,
     BT: tl.constexpr,
-    LOCAL: tl.constexpr, TOPK: tl.constexpr, BIAS: tl.constexpr,
+    LOCAL: tl.constexpr, TOPK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Grid N * (TOPK + LOCAL): one piece of BS tokens of one row, all heads.
 
     key     [N * (TOPK + LOCAL) * BS, H, >= D], value the same: kept blocks, then the local window;
             zeros where no key is
     used    int32 [N, TOPK + 1]: keys of each segment, which stand first in it
-    BIAS    the keys have two columns more: bias * sqrt(D) as a high and a low part, MASKED where
-            no key is. A query with 1
-            in both columns and the scale 1 / sqrt(D) then sees the bias; one segment a row is
-            enough
+    TAIL    columns of the keys behind D that are written, 0, 2, 4 or 8: bias * sqrt(D) as a high
+            and a low part, MASKED where no key is, then zeros. A query with 1 in both and the scale
+            1 / sqrt(D) then sees the bias; one segment a row is enough
     """
     ALL: tl.constexpr = TOPK + LOCAL
     g = tl.program_id(0) % ALL
@@ -57,24 +56,27 @@ def gather_segments_kernel(
     inside = (t < BS)[:, None] & (d < D)[None, :]
     both = ok[:, None] & (d < D)[None, :]
     line = (n * ALL + g) * BS + t
-    if BIAS:
+    if TAIL > 0:
         bias = tl.load(bias_ptr + n * TOPK + g, mask=g < TOPK, other=0.0) * (D**0.5)
         dtype = key_ptr.dtype.element_ty
         # The high part by its bits, 8 of significand fit every dtype: a compiler may take a
         # rounding and its way back for nothing (Intel's does), and the low part would be zero.
         high = (bias.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        rest = tl.where(ok, bias - high, 0.0).to(dtype)
-        first = tl.where(ok, high, MASKED).to(dtype)
+        c = tl.arange(0, TAIL)[None, :]
+        first = tl.where(ok, high, MASKED)[:, None]
+        rest = tl.where(ok, bias - high, 0.0)[:, None]
+        # One store of whole sectors: two columns alone would be written twice by the memory.
+        tail = tl.where(c == 0, first, tl.where(c == 1, rest, 0.0)).to(dtype)
     for h in range(H):
         at = cache_ptr + head_at(h, stride_ch) + base[:, None] + d[None, :]
-        key_at = key_ptr + (line * stride_kt + head_at(h, stride_kh))[:, None] + d[None, :]
-        tl.store(key_at, tl.load(at, mask=both, other=0.0), mask=inside)
-        value_at = value_ptr + (line * stride_vt + head_at(h, stride_vh))[:, None] + d[None, :]
-        tl.store(value_at, tl.load(at + D, mask=both, other=0.0), mask=inside)
-        if BIAS:
-            column = key_ptr + line * stride_kt + head_at(h, stride_kh) + D
-            tl.store(column, first, mask=t < BS)
-            tl.store(column + 1, rest, mask=t < BS)
+        key_at = key_ptr + (line * stride_kt + head_at(h, stride_kh))[:, None]
+        value_at = value_ptr + (line * stride_vt + head_at(h, stride_vh))[:, None]
+        key = tl.load(at, mask=both, other=0.0)
+        value = tl.load(at + D, mask=both, other=0.0)  # both under way before either is stored
+        tl.store(key_at + d[None, :], key, mask=inside)
+        tl.store(value_at + d[None, :], value, mask=inside)
+        if TAIL > 0:
+            tl.store(key_at + D + c, tail, mask=(t < BS)[:, None] & (c < TAIL))
     many = tl.sum(ok.to(tl.int32), 0)
     if g < TOPK:
         tl.store(used_ptr + n * (TOPK + 1) + g, many)

@@ -33,7 +33,7 @@ class Gather:
     """`gather_segments_kernel` over passes of `rows` rows: fixed slots, W a row, zeros where
     unused."""
 
-    def __init__(self, step: Step, rows: int, *, biased: bool) -> None:
+    def __init__(self, step: Step, rows: int, *, tail: int) -> None:
         from dash_portable.kernels.gather import gather_segments_kernel
         from dash_portable.kernels.launch import Launch, power_of_two
 
@@ -47,7 +47,7 @@ class Gather:
             power_of_two(config.block),
             config.local_blocks,
             config.topk,
-            biased,
+            tail,
         )
         grid = rows * (config.topk + config.local_blocks)
         self.launch = Launch(gather_segments_kernel, grid, consts, warps=WARPS)

@@ -207,10 +207,15 @@ class OneSegment(Called):
             with_lse=False,
         )
 
+    def _tail(self) -> int:
+        """Key columns behind the head that the gather writes at once; further ones stay zero."""
+        width, _ = one_segment_widths(self.library, self.step.head_dim)
+        return max(n for n in (2, 4, 8) if n <= width - self.step.head_dim)
+
     def _room(self, rows: int) -> Room:
         width, value_width = one_segment_widths(self.library, self.step.head_dim)
         if self.fused:
-            self.gather = fused.Gather(self.step, rows, biased=True)
+            self.gather = fused.Gather(self.step, rows, tail=self._tail())
         room = Room(
             query=self._zeros(rows, self.step.heads, width),
             key=self._zeros(rows * self.slots, self.step.kv_heads, width),
@@ -277,7 +282,7 @@ class Segments(Called):
 
     def _room(self, rows: int) -> Room:
         if self.fused and self.library.addressing is not Addressing.CLOSED:
-            self.gather = fused.Gather(self.step, rows, biased=False)
+            self.gather = fused.Gather(self.step, rows, tail=0)
         keys = (rows * self.slots + 1, self.step.kv_heads, self._width())
         return Room(
             query=self._zeros(rows * (self.kept + 1), self.step.heads, self._width()),

@@ -326,7 +326,7 @@ def test_gather_segments(cpu: Cpu, stem: Path):
                 keys[row, at, :, : rule.dim], scene.facts[seq]["keys"][tokens]
             )
             np.testing.assert_array_equal(values[row, at], scene.facts[seq]["values"][tokens])
-            if consts["BIAS"]:
+            if consts["TAIL"]:
                 extra = float(bias[row, segment]) if segment < rule.topk else 0.0
                 wanted = extra * rule.dim**0.5
                 said = keys[row, at, :, rule.dim : rule.dim + 2].sum(-1)

@@ -57,7 +57,7 @@ def test_gather(dtype, biased, block_size, width):
         world.cache, step.row_pos, step.row_seq, step.block_table, ids, bias, key, value, used,
         *world.cache.stride()[:3], step.block_table.stride(0), *key.stride()[:2],
         *value.stride()[:2],
-        2, width, padded, block_size, bs, bs, local, topk, biased,
+        2, width, padded, block_size, bs, bs, local, topk, extra,
     )  # fmt: skip
     keys, values, live = gathered(world, step, ids)
     assert torch.equal(key[..., :width], keys.flatten(0, 1))
@@ -66,6 +66,7 @@ def test_gather(dtype, biased, block_size, width):
     assert used.tolist() == torch.cat([far, live[:, topk * bs :].sum(1, keepdim=True)], 1).tolist()
     if biased:
         columns = key[..., width : width + 2].float()
+        assert (key[..., width + 2 :] == 0).all()
         masked = torch.tensor(-30000.0).to(dtype).float()
         assert (columns[~live.flatten(), :, 0] == masked).all()
         assert (columns[~live.flatten(), :, 1] == 0).all()
