@@ -55,6 +55,10 @@ ALONE = [
     (256, 4, 8),
 ]  # fmt: skip
 HEADS = (4, 8)  # beside 16
+STAGES = [
+    ((64, 2, 4), 3), ((64, 2, 4), 4), ((64, 4, 4), 3), ((64, 8, 4), 3), ((128, 4, 8), 3),
+    ((128, 2, 8), 3), ((32, 4, 4), 4),
+]  # fmt: skip
 NEAR = [  # with tokens of the window at once, which the store attends to
     ((64, 16, 8), 32), ((64, 16, 8), 64), ((128, 8, 8), 64), ((64, 8, 4), 32), ((64, 8, 4), 64),
     ((64, 16, 4), 32), ((128, 4, 8), 64), ((64, 4, 4), 32), ((32, 16, 2), 32), ((32, 8, 2), 32),
@@ -84,6 +88,7 @@ def ways(shape: tuple[int, int, int]) -> tuple[bool, ...]:
 
 def joint_rows(rows: int) -> list[launch.SelectRow]:
     found = [select_row(shape, rows, ahead=ahead) for shape in JOINT for ahead in ways(shape)]
+    found += [select_row((64, 4, 4), rows, stages=3), select_row((32, 8, 2), rows, stages=3)]
     return [*found, *(select_row(JOINT[1], rows, heads=heads) for heads in HEADS)]
 
 
@@ -93,6 +98,7 @@ def near_rows(rows: int) -> list[launch.SelectRow]:
 
 def alone_rows(rows: int) -> list[launch.SelectRow]:
     found = [select_row(shape, rows, ahead=ahead) for shape in ALONE for ahead in ways(shape)]
+    found += [select_row(shape, rows, stages=stages) for shape, stages in STAGES]
     return [*found, select_row(ALONE[4], rows, ticket=False)]
 
 
@@ -100,6 +106,7 @@ def checked_rows(rows: int) -> list[launch.SelectRow]:
     return [
         select_row((64, 4, 4), rows),
         select_row((32, 8, 2), rows, ahead=True),
+        select_row((32, 4, 2), rows, stages=3),
         select_row((64, 4, 4), rows, ticket=False),
     ]
 
@@ -398,7 +405,7 @@ def short(row: launch.SelectRow | launch.AttendRow, rows: int = 1) -> str:
     end = "" if row.ticket else " 2 launches"
     if isinstance(row, launch.AttendRow):
         return f"split {row.split} warps {row.warps}{end}"
-    more = " ahead" if row.ahead else ""
+    more = " ahead" if row.ahead else f" stages {row.stages}" if row.stages > 1 else ""
     more += f" near {row.near}" if row.near else "" if row.heads == 16 else f" heads {row.heads}"
     return f"tile {row.tile} split {row.programs // rows} warps {row.warps}{more}{end}"
 

@@ -60,7 +60,7 @@ class RowSelection:
         space = (rows, self._scores) if several else (1, row.tile)
         self._score = torch.empty(space, dtype=torch.float32, device=device)
         self._group = torch.empty(
-            (rows, groups) if several else (1, 1), dtype=torch.int64, device=device
+            (rows, groups) if several else (1, 1), dtype=torch.float32, device=device
         )
         self.coordinates = torch.empty((rows, 4), dtype=torch.int32, device=device)
         self._ticket = torch.zeros((rows, 1 if row.ticket else 2), dtype=torch.int32, device=device)
@@ -77,6 +77,7 @@ class RowSelection:
             self._chunk,
             row.ticket,
             row.ahead,
+            row.stages,
         )
         self._inverse_sigma = 1.0 / config.sigma
         self._dummy = layer._turns

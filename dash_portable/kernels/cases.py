@@ -52,11 +52,10 @@ _INTS = [
     "used",
     "length",
 ]
-_FLOAT32_NAMES = ("bias", "score", "sum", "mass", "near", "near_mass", "lse")
+_FLOAT32_NAMES = ("bias", "score", "group", "sum", "mass", "near", "near_mass", "lse")
 _POINTERS = {f"{name}_ptr": "*i32" for name in _INTS} | {
     "slots_ptr": "*i64",
     "turn_ptr": "*i64",
-    "group_ptr": "*i64",
     **{f"{name}_ptr": "*fp32" for name in _FLOAT32_NAMES},
 }
 _FLOATS = [
@@ -131,6 +130,7 @@ def _select_rows(*, fused: bool) -> dict[str, tuple[Row, ...]]:
                 "CHUNK": min(groups, launch.CHUNK),
                 "TICKET": row.ticket,
                 "AHEAD": row.ahead,
+                "STAGES": row.stages,
             }
             if fused:
                 heads = 1 if row.near else min(row.heads, launch.power_of_two(H))

@@ -3,7 +3,7 @@ page length.
 
 A program scores tiles of blocks. Where a row has one tile (a short context, or a page of its own up
 to TILE blocks, found through the stored start of the page) that program ends the row. Else scores
-and the best key of every GROUP of 16 blocks go to memory and the row's last program (an atomic
+and the best score of every GROUP of 16 blocks go to memory and the row's last program (an atomic
 ticket, or a second launch) finds the 16 best groups and in them the 16 best blocks. The 16 best
 blocks always lie in the 16 groups whose best is best, so nothing can overflow and ties need no
 care.
@@ -28,7 +28,6 @@ from .primitives import (
     read_int32s,
     token_at,
     unpack_index,
-    unpack_score,
 )
 from .store import angles_of, row_coordinates, store_row
 
@@ -73,11 +72,17 @@ def _summaries(
 
 
 @triton.jit
-def _keys(blk, ok, k0, k1, q0, q1, factor, D: tl.constexpr):
-    """Keys int64 [TILE] of blocks with these summaries; EMPTY where not ok."""
+def _scores(ok, k0, k1, q0, q1, factor, D: tl.constexpr):
+    """Scores float32 [TILE] of blocks with these summaries; -inf where not ok."""
     k0, k1 = k0.to(tl.float32), k1.to(tl.float32)
     score = final_score(tl.sum(k0 * q0[None, :] + k1 * q1[None, :], 1), factor, D)
-    return tl.where(ok, pack_score(score, blk), EMPTY)
+    return tl.where(ok, score, float("-inf"))
+
+
+@triton.jit
+def _pack(score, index):
+    """Keys; EMPTY where the score is -inf."""
+    return tl.where(score > float("-inf"), pack_score(score, index), EMPTY)
 
 
 @triton.jit
@@ -105,26 +110,24 @@ def _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor, i
 max_scores,
            TILE: tl.constexpr, CHUNK: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr,
            BS: tl.constexpr):  # fmt: skip
-    """The 16 best groups, then the 16 best blocks in them."""
+    """The 16 best groups, then the 16 best blocks in them. Of two groups with the same best score
+    the lower one has the lower block of that score.
+    """
     groups = tiles * (TILE // GROUP)
     score_ptr += n * max_scores
     group_ptr += n * (max_scores // GROUP)
     i = tl.arange(0, CHUNK)
-    best = best_of(
-        tl.load(group_ptr + i, mask=i < groups, other=EMPTY, cache_modifier=".cg"), CHUNK, 16
-    )
+    top = tl.load(group_ptr + i, mask=i < groups, other=float("-inf"), cache_modifier=".cg")
+    best = best_of(_pack(top, i), CHUNK, 16)
     for o in range(CHUNK, groups, CHUNK):
-        more = best_of(
-            tl.load(group_ptr + o + i, mask=o + i < groups, other=EMPTY, cache_modifier=".cg"),
-            CHUNK,
-            16,
-        )
+        ok = o + i < groups
+        top = tl.load(group_ptr + o + i, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        more = best_of(_pack(top, o + i), CHUNK, 16)
         best = best_of(tl.reshape(tl.join(best, more), (32,)), 32, 16)
-    at = (unpack_index(best) - first) // GROUP * GROUP
-    at = at[:, None] + tl.arange(0, GROUP)[None, :]  # [16, GROUP]
+    at = unpack_index(best)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [16, GROUP]
     ok = (best > EMPTY)[:, None] & (at >= 0)
     score = tl.load(score_ptr + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
-    keys = tl.where(score > float("-inf"), pack_score(score, first + at), EMPTY)
+    keys = _pack(score, first + at)
     best = best_of(tl.reshape(keys, (16 * GROUP,)), 16 * GROUP, 16)
     _finish(best, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)
 
@@ -143,6 +146,7 @@ def select_row(
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Split s of row n. ROTATE: iq is not rotated yet and the row may not be stored yet: its
     coordinates come from before.
@@ -246,13 +250,13 @@ def select_row(
                 k0, k1 = _summaries(
                     blk, b_ok, at, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb,
                     stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
-            keys = _keys(blk, b_ok, k0, k1, q0, q1, factor, D)
-            best = best_of(keys, TILE, 16)
+            score = _scores(b_ok, k0, k1, q0, q1, factor, D)
+            best = best_of(_pack(score, blk), TILE, 16)
             _finish(best, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)
             if TICKET == 0:
                 tl.store(ticket_ptr + n * 2, 0)
         else:
-            for t in range(s, tiles, SPLIT):
+            for t in tl.range(s, tiles, SPLIT, num_stages=STAGES):
                 blk = first + t * TILE + i
                 b_ok = blk < first + count
                 more = blk + SPLIT * TILE
@@ -269,17 +273,19 @@ def select_row(
                     next_at = token_at(
                         table_ptr, more * BS, more < first + count, stride_cb, stride_ct, P
                     )
-                    keys = _keys(blk, b_ok, k0, k1, q0, q1, factor, D)
+                    score = _scores(b_ok, k0, k1, q0, q1, factor, D)
                     k0, k1 = next0, next1
                 else:
+                    if STAGES > 1:
+                        at = token_at(table_ptr, blk * BS, b_ok, stride_cb, stride_ct, P)
                     k0, k1 = _summaries(
                         blk, b_ok, at, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb,
                         stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
-                    at = token_at(table_ptr, more * BS, more_ok, stride_cb, stride_ct, P)
-                    keys = _keys(blk, b_ok, k0, k1, q0, q1, factor, D)
-                score = tl.where(keys > EMPTY, unpack_score(keys), float("-inf"))
+                    if STAGES == 1:
+                        at = token_at(table_ptr, more * BS, more_ok, stride_cb, stride_ct, P)
+                    score = _scores(b_ok, k0, k1, q0, q1, factor, D)
                 tl.store(score_ptr + n * max_scores + t * TILE + i, score)
-                top = tl.max(tl.reshape(keys, (TILE // GROUP, GROUP)), 1)
+                top = tl.max(tl.reshape(score, (TILE // GROUP, GROUP)), 1)
                 to = group_ptr + (n * max_scores + t * TILE) // GROUP + tl.arange(0, TILE // GROUP)
                 tl.store(to, top)
             if TICKET:
@@ -308,10 +314,11 @@ def select_decode_kernel(
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid SPLIT * N. Rows are stored and iq is rotated.
 
-    score   float32 [N, max_scores], group int64 [N, max_scores / GROUP]: scratch, max_scores a
+    score   float32 [N, max_scores], group float32 [N, max_scores / GROUP]: scratch, max_scores a
             multiple of TILE
     ticket  int32 [N], zero between launches; without TICKET int32 [N, 2] for select_merge_kernel:
             tiles (0: done), first
@@ -326,7 +333,7 @@ def select_decode_kernel(
         stride_ct,
         stride_table, stride_pages, H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, False,
         SIDE, LOCAL, TOPK,
-        WINDOW, TILE, SPLIT, CHUNK, TICKET, AHEAD)  # fmt: skip
+        WINDOW, TILE, SPLIT, CHUNK, TICKET, AHEAD, STAGES)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -359,7 +366,8 @@ def store_select_kernel(
     HEAD_CLS: tl.constexpr,
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, HEADS: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr,
     PARTS: tl.constexpr, NEAR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLIT + PARTS + 1) * N: both stages at once, from trusted summaries. The longer ones,
@@ -382,7 +390,7 @@ def store_select_kernel(
             stride_pages,
             H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, True, False, LOCAL, TOPK, WINDOW,
             TILE, SPLIT, CHUNK,
-            TICKET, AHEAD)  # fmt: skip
+            TICKET, AHEAD, STAGES)  # fmt: skip
     else:
         x -= SPLIT * num_rows
         store_row(

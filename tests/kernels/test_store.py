@@ -29,8 +29,7 @@ def check(world, step, **options):
     eps = torch.finfo(world.dtype).eps
     for found, exact in ((query, wanted), (index_query, wanted_index)):
         torch.testing.assert_close(found[live], exact[live], rtol=0, atol=8 * eps + 2e-6)
-    if not step.single_row:
-        assert torch.equal(ours.coordinates[live], theirs.coordinates[live])
+    assert torch.equal(ours.coordinates[live], theirs.coordinates[live])
     return ours
 
 
