@@ -79,7 +79,7 @@ SELECT: Mapping[str, tuple[SelectRow, ...]] = {
     "sm90": (
         SelectRow(rows=8, blocks=1024, warps=8, ticket=True, dependent=True),
         SelectRow(rows=2, programs=2048, warps=8, ticket=True, dependent=True),
-        SelectRow(rows=8, tile=128, warps=8, ticket=True, dependent=True),
+        SelectRow(rows=8, programs=512, warps=8, ticket=True, dependent=True),
         SelectRow(rows=64, programs=512, ticket=True, dependent=True),
         SelectRow(blocks=1024, tile=32, programs=4096, warps=2, ticket=True, dependent=True),
         SelectRow(programs=512, ticket=True, dependent=True),
