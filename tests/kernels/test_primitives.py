@@ -1,6 +1,7 @@
 """The shared pieces alone: keys that sort, the best of many, angles, the direct launch."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,8 +136,9 @@ def test_angles_of_late_tokens():
 class Compiled:
     """A compiled kernel as Triton gives it: indexed by a grid, called with every argument."""
 
-    def __init__(self, calls):
+    def __init__(self, calls, vendor):
         self.calls = calls
+        self.metadata = SimpleNamespace(target=SimpleNamespace(backend=vendor))
 
     def __getitem__(self, grid):
         return lambda *args: self.calls.append(("direct", grid, args))
@@ -145,31 +147,42 @@ class Compiled:
 class Kernel:
     device_caches = None
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, vendor="cuda"):
+        self.calls, self.vendor = [], vendor
 
     def __getitem__(self, grid):
         def run(*args, **options):
             self.calls.append(("usual", grid, options))
-            return Compiled(self.calls)
+            return Compiled(self.calls, self.vendor)
 
         return run
 
 
 def test_a_launch_is_direct_only_where_nothing_differs():
     kernel = Kernel()
-    run = launch.Launch(kernel, 7, (64, True), warps=2, launch_pdl=True)
-    x = torch.zeros(64)
+    x, y = torch.zeros(64), torch.zeros(3)
+    run = launch.Launch(kernel, 7, (64, True), fixed=(y, 9), warps=2, launch_pdl=True)
     run(x, 3, 0.5)
     run(x, 3, 0.25)
     options = {"num_warps": 2, "launch_pdl": True}
     assert kernel.calls == [
         ("usual", (7, 1, 1), options),
-        ("direct", (7, 1, 1), (x, 3, 0.25, 64, True)),
+        ("direct", (7, 1, 1), (x.data_ptr(), 3, 0.25, y.data_ptr(), 9, 64, True)),
     ]
     for other in ((x[1:], 3, 0.5), (x, 4, 0.5), (x.half(), 3, 0.5)):
         run(*other)
         assert kernel.calls[-1][0] == "usual"
+
+
+def test_amd_makes_another_kernel_for_tensors_beyond_2_gb():
+    kernel = Kernel("hip")
+    run = launch.Launch(kernel, 1, (), warps=1)
+    small, large = torch.zeros(4), torch.empty(4)
+    large.untyped_storage = lambda: SimpleNamespace(nbytes=lambda: 1 << 31)
+    for x in (small, small, small, large, large, small):
+        run(x)
+    ways = [call[0] for call in kernel.calls]
+    assert ways == ["usual", "usual", "direct", "usual", "direct", "direct"]
 
 
 def test_rows_are_found_and_splits_fit():
