@@ -85,53 +85,65 @@ QUICK = ("random-8192",)
 MAXNREG_128, MAXNREG_168 = {"maxnreg": 128}, {"maxnreg": 168}
 SELECT_VARIANTS = [
     {"select_groups": g, "select_warps": w, "select_stages": s, "select_options": o}
-    for g, w, s, o in (
-        (64, 4, 3, {}),
-        (64, 4, 2, {}),
-        (64, 4, 4, {}),
-        (32, 4, 3, {}),
-        (32, 4, 3, MAXNREG_168),
-        (128, 8, 3, {}),
-    )
+    for g, w, s, o in ((64, 4, 3, {}), (64, 4, 2, {}))
 ]
 FEW_VARIANTS = [
-    {"few_programs": p, "few_warps": w} for p, w in ((528, 4), (1056, 4), (2112, 4), (4224, 4))
+    {"few_programs": p, "few_warps": w, "few_tile": t}
+    for p, w, t in (
+        (2112, 4, 0),
+        (4224, 4, 0),
+        (8448, 4, 0),
+        (2112, 1, 16),
+        (4224, 1, 16),
+        (8448, 1, 16),
+        (4224, 2, 16),
+    )
 ]
 TILE_VARIANTS = [
-    {"tile_blocks": b, "tile_step": k, "tile_warps": w, "tile_stages": s, "tile_options": o}
-    for b, k, w, s, o in (
-        (1, 32, 4, 2, MAXNREG_168),
-        (1, 32, 4, 3, MAXNREG_168),
-        (1, 32, 4, 4, MAXNREG_168),
-        (1, 32, 4, 2, MAXNREG_128),
-        (1, 32, 4, 3, MAXNREG_128),
-        (2, 32, 4, 2, {}),
-        (2, 32, 4, 3, {}),
-        (2, 64, 4, 2, {}),
-        (2, 64, 4, 3, {}),
-        (2, 64, 4, 2, MAXNREG_168),
-        (1, 64, 4, 2, {}),
-        (1, 64, 4, 3, {}),
+    {
+        "wide": m,
+        "tile_blocks": b,
+        "tile_step": k,
+        "tile_warps": w,
+        "tile_stages": s,
+        "tile_options": o,
+    }
+    for m, b, k, w, s, o in (
+        (0, 1, 32, 4, 2, MAXNREG_128),
+        (0, 1, 32, 4, 3, MAXNREG_128),
+        (0, 1, 32, 4, 2, {}),
+        (128, 1, 32, 8, 2, MAXNREG_128),
+        (128, 1, 32, 8, 3, MAXNREG_128),
+        (128, 1, 32, 8, 4, MAXNREG_128),
+        (128, 1, 64, 8, 2, MAXNREG_128),
+        (128, 1, 32, 8, 2, {}),
+        (128, 2, 64, 8, 2, {}),
+        (128, 2, 64, 8, 2, MAXNREG_128),
     )
 ]
 PAIR_VARIANTS = [
-    {"pair_heads": h, "pair_stages": s, "pair_store": e, "pair_options": o}
-    for h, s, e, o in (
-        (10, 3, "", {}),
-        (10, 2, "", {}),
-        (10, 3, "evict_first", {}),
-        (5, 3, "", {}),
-        (2, 3, "", {}),
-        (1, 3, "", {}),
-        (10, 2, "", MAXNREG_168),
-        (5, 2, "", MAXNREG_168),
-        (10, 2, "", MAXNREG_128),
+    {"pair_tile": m, "pair_heads": h, "pair_warps": w, "pair_stages": s, "pair_options": o}
+    for m, h, w, s, o in (
+        (64, 10, 4, 3, {}),
+        (64, 10, 4, 2, {}),
+        (64, 10, 4, 2, MAXNREG_168),
+        (64, 5, 4, 2, MAXNREG_168),
+        (128, 10, 8, 2, MAXNREG_128),
     )
 ]
 MERGE_VARIANTS = [
-    {"merge_rows": r, "merge_warps": w} for r, w in ((4, 1), (2, 1), (1, 1), (2, 2), (4, 2))
+    {"merge_rows": r, "merge_warps": w, "merge_programs": p}
+    for r, w, p in (
+        (4, 1, 16384),
+        (2, 1, 16384),
+        (1, 1, 16384),
+        (2, 2, 16384),
+        (2, 1, 1 << 20),
+        (2, 1, 65536),
+        (2, 1, 8448),
+    )
 ]
-UNION_VARIANTS = [{"union_warps": w} for w in (1, 2, 4, 8)]
+UNION_VARIANTS = [{"union_warps": w} for w in (2, 4, 8)]
 STAGES = {
     "select_tile": SELECT_VARIANTS,
     "select_group": FEW_VARIANTS,
@@ -140,11 +152,10 @@ STAGES = {
     "attend_pair": PAIR_VARIANTS,
     "attend_merge": MERGE_VARIANTS,
 }
-LIMITS = (0, 32, 48, 64, 80)
+LIMITS = (0, 48, 64, 80, 96)
 BUDGETS = {  # MiB for the partial results of one chunk
-    "random-8192": (16, 32, 48, 64, 96, 128, 256),
-    "random-32768": (64, 128, 256, 512, 1024),
-    "random-131072": (256, 512, 1024, 2048, 4096),
+    "random-8192": (128, 256),
+    "random-131072": (1024, 2048, 4096),
 }
 
 
@@ -228,7 +239,7 @@ class Work:
         """Scratch for a row of launches."""
         self.launch, self.scratch = launch, {}
         self.budget = self.budget if budget is None else budget
-        shapes = grouping.group_shapes(self.rows, self.seqs, launch.tile)
+        shapes = grouping.group_shapes(self.rows, self.seqs, launch.tile, launch.wide)
         self.groups = {k: self._ints(s) for k, s in shapes.items()}
         self.lists = {
             k: self._ints(s) for k, s in select.select_shapes(self.rows, self.seqs).items()
@@ -241,7 +252,7 @@ class Work:
         wanted = attend.attend_shapes(
             self.rows,
             self.seqs,
-            self.groups["tiles"].shape[0],
+            self.groups.get("wide", self.groups["tiles"]).shape[0],
             self.max_blocks,
             HEADS,
             WIDTH,
@@ -273,6 +284,7 @@ class Work:
             block=BLOCK,
             local_blocks=LOCAL_BLOCKS,
             tile=self.launch.tile,
+            wide=self.launch.wide,
         )
 
     def select(self) -> None:
@@ -358,7 +370,7 @@ class Work:
         assert not self.bias.isnan().any()
         counts = self.lists["redo_count"]
         few, redone = int(counts[0]) / self.rows, int(counts[1:].sum()) / self.rows
-        tiles = self.groups["tiles"][:, 0] >= 0
+        tiles = self.groups.get("wide", self.groups["tiles"])[:, 0] >= 0
         counts = self.scratch["count"][tiles]
         by_block = float((counts < 0).float().mean())
         union = float(counts[counts >= 0].float().mean()) if bool((counts >= 0).any()) else 0.0
@@ -418,10 +430,11 @@ class Work:
             same = torch.equal(few.ids, ids[-1000:]) and torch.equal(few.bias, bias[-1000:])
             found["selection of a last chunk"] = same
             found["outputs of a last chunk"] = torch.equal(few.out, out[-1000:])
-        self.use(launch._replace(select_groups=32), budget)
-        self.whole()
-        same = torch.equal(ids, self.ids) and torch.equal(bias, self.bias)
-        found["selection, other groups"] = same
+        for change in ({"select_groups": 32}, {"few_tile": 16, "few_warps": 1}):
+            self.use(launch._replace(**change), budget)
+            self.whole()
+            off = (bias - self.bias).abs().max()
+            found[f"selection, {change}"] = torch.equal(ids, self.ids), f"biases off {off:.0e}"
         self.use(launch, budget)
         return f"same bits: {found}"
 
@@ -833,7 +846,7 @@ def main() -> None:
     lines = []
     for name in names:
         work = Work(name)
-        if name in ("pages-8192", "32-mixed"):
+        if name in ("random-32768", "pages-8192", "32-mixed"):
             print(f"   {name}: {work.same_bits()}", flush=True)
         result = measure(work, not args.no_dense)
         print(f"   {name}: {result['check']}", flush=True)

@@ -108,7 +108,7 @@ class PrefillRunner:
         shapes = attend_shapes(
             rows,
             seqs,
-            tile_bound(rows, seqs, row.tile),
+            tile_bound(rows, seqs, row.attend_tile),
             max(step.max_blocks, 1),
             step.heads,
             step.head_dim,
@@ -136,7 +136,8 @@ class PrefillRunner:
         if found is not None:
             return found
         if self._own is None:
-            shapes = group_shapes(step.num_rows, step.num_seqs, self._row.tile)
+            row = self._row
+            shapes = group_shapes(step.num_rows, step.num_seqs, row.tile, row.wide)
             self._own = {
                 name: torch.empty(shape, dtype=torch.int32, device=step.device)
                 for name, shape in shapes.items()
@@ -156,6 +157,7 @@ class PrefillRunner:
                 block=step.config.block,
                 local_blocks=step.config.local_blocks,
                 tile=self._row.tile,
+                wide=self._row.wide,
             )
             self._grouped = not step.graph
         return self._own

@@ -117,15 +117,16 @@ def attend_tile_kernel(
     """One head of a tile: its union, then its local keys. A tile counted -1 has its local keys
     only, and its mass stored.
 
-    PAIR: blocks of the union in one step, 1 or 2. STEP: local keys in one step, at least BLOCK.
+    PAIR: blocks of the union in one step, 1 or 2. STEP: local keys in one step, a multiple of
+    BLOCK.
     """
     head, t = tl.program_id(0) % HQ, tl.program_id(0) // HQ
     seq = tl.load(tile_ptr + t * FIELDS)
     if seq >= 0:
         r = tl.arange(0, TILE)
         at = tl.load(tile_ptr + t * FIELDS + 1) + r
-        live = at < tl.load(tile_ptr + t * FIELDS + 2)
-        i = tl.load(order_ptr + at, mask=live, other=0)
+        i = tl.load(order_ptr + at, mask=at < tl.load(tile_ptr + t * FIELDS + 2), other=-1)
+        live = i >= 0
         pos = tl.load(pos_ptr + i, mask=live, other=-1)
         row = i.to(tl.int64) * (HQ * D) + head * D
         query = _load_rows(query_ptr, row, live, D, DP, True)
@@ -157,15 +158,12 @@ def attend_tile_kernel(
                 both = j + 1 < count
                 other = tl.load(union_ptr + room + j + 1, mask=both, other=0)
                 n_ok = (n < BLOCK) | both
-                latest = tl.maximum(block, other)
                 token = tl.where(n < BLOCK, block, other) * BLOCK + n % BLOCK
                 if P % BLOCK == 0:
-                    one = tl.load(place_ptr + room + j).to(tl.int64) * stride_cb
-                    one = one + (block * BLOCK % P).to(tl.int64) * stride_ct
+                    one = tl.load(place_ptr + room + j)
                     two = tl.load(place_ptr + room + j + 1, mask=both, other=0)
-                    two = two.to(tl.int64) * stride_cb
-                    two = two + (other * BLOCK % P).to(tl.int64) * stride_ct
-                    place = tl.where(n < BLOCK, one, two) + (n % BLOCK).to(tl.int64) * stride_ct
+                    place = tl.where(n < BLOCK, one, two).to(tl.int64) * stride_cb
+                    place = place + (token % P).to(tl.int64) * stride_ct
                 else:
                     place = token_at(table_row, token, n_ok, stride_cb, stride_ct, P)
                 key = _load_columns(keys, place, n_ok, D, DP, True)
@@ -176,35 +174,22 @@ def attend_tile_kernel(
                 )
                 weight = tl.where((n < BLOCK)[None, :], weight, second[:, None])
             score = tl.dot(query, key, input_precision="ieee") * factor + weight
-            if PAIR == 1:  # noqa: SIM114 - both sides of an `or` are evaluated
-                score = tl.where(token[None, :] < begin[:, None], score, float("-inf"))
-            elif (latest + 1) * BLOCK > tl.min(
-                tl.where(live, begin, 0x7FFFFFFF), 0
-            ):  # the local window wins
-                score = tl.where(token[None, :] < begin[:, None], score, float("-inf"))
+            score = tl.where(
+                token[None, :] < begin[:, None], score, float("-inf")
+            )  # the local window wins
             top, mass, total = _add_keys(score, 1.0, value, top, mass, total)
 
         k = tl.arange(0, STEP)
         last = tl.max(pos, 0)
-        zero = tl.zeros((), tl.int64)
-        start = tl.maximum(tl.min(tl.where(live, pos, 0x7FFFFFFF), 0) + 1 - LOCAL, 0)
-        for t0 in tl.range(start // BLOCK * BLOCK, last + 1, STEP, num_stages=STAGES):
+        start = tl.maximum(tl.min(tl.where(live, pos, 0x7FFFFFFF), 0) + 1 - LOCAL, 0) // STEP * STEP
+        for t0 in tl.range(start, last + 1, STEP, num_stages=STAGES):
             token = t0 + k
             k_ok = token <= last
-            if P % BLOCK == 0 and STEP <= BLOCK:
+            if P % STEP == 0:
                 place = (
                     tl.load(table_row + t0 // P).to(tl.int64) * stride_cb
                     + (t0 % P + k).to(tl.int64) * stride_ct
                 )
-            elif P % BLOCK == 0 and STEP == 2 * BLOCK:
-                t1 = t0 + BLOCK
-                one = tl.load(table_row + t0 // P).to(tl.int64) * stride_cb
-                two = (
-                    tl.load(table_row + t1 // P, mask=t1 <= last, other=0).to(tl.int64) * stride_cb
-                )
-                one = one + (zero + t0 % P) * stride_ct
-                two = two + (zero + t1 % P) * stride_ct
-                place = tl.where(k < BLOCK, one, two) + (k % BLOCK).to(tl.int64) * stride_ct
             else:
                 place = token_at(table_row, token, k_ok, stride_cb, stride_ct, P)
             key = _load_columns(keys, place, k_ok, D, DP, True)
@@ -214,19 +199,14 @@ def attend_tile_kernel(
             score = tl.where(seen, score, float("-inf"))
             top, mass, total = _add_keys(score, factor, value, top, mass, total)
 
+        mass = tl.where(mass > 0, mass, 1.0)
+        result = (total * (1.0 / mass)[:, None]).to(out_ptr.dtype.element_ty)
         d = tl.arange(0, DP)
-        result = total / tl.where(mass > 0, mass, 1.0)[:, None]
-        tl.store(
-            out_ptr + row[:, None] + d[None, :],
-            result.to(out_ptr.dtype.element_ty),
-            mask=live[:, None] & (d[None, :] < D),
-        )
         if count < 0:
-            tl.store(
-                mass_ptr + i.to(tl.int64) * HQ + head,
-                top + tl.log2(tl.where(live, mass, 1.0)),
-                mask=live,
-            )
+            tl.store(mass_ptr + i.to(tl.int64) * HQ + head, top + tl.log2(mass), mask=i >= 0)
+        row = i.to(tl.int64)[:, None]
+        out = out_ptr + (row * HQ + head) * D + d[None, :]
+        tl.store(out, result, mask=(row >= 0) & (d[None, :] < D))
 
 
 @triton.jit(do_not_specialize=["keys_total", "chunk_pairs", "entries", "chunk", "chunk_tile"])
@@ -309,7 +289,8 @@ def attend_pair_kernel(
             top = tl.max(score, 1)
             weight = tl.exp2(score - top[:, None])
             mass = tl.sum(weight, 1)
-            part = tl.dot((weight / mass[:, None]).to(value.dtype), value, input_precision="ieee")
+            weight = weight * (1.0 / mass)[:, None]
+            part = tl.dot(weight.to(value.dtype), value, input_precision="ieee")
             tl.store(
                 part_ptr + ((wide + head) * D)[:, None] + d[None, :],
                 part.to(part_ptr.dtype.element_ty),
@@ -403,7 +384,7 @@ def attend_shapes(
     element: bytes of one number of the query's dtype; budget: bytes for the partial results of one
     chunk.
     """
-    tile = launch.tile
+    tile = launch.attend_tile
     chunks, chunk_tiles = attend_chunks(num_tiles, heads, width, element, topk, tile, budget)
     keys, pairs = num_seqs * max_blocks, chunk_tiles * tile * topk
     entries = pairs // launch.pair_tile + min(keys, pairs)
@@ -445,14 +426,14 @@ def unite(
     pairs by block; whether there are any: up to four launches and a fill, or one.
     """
     num_rows, topk = ids.shape
-    tiles = groups["tiles"]
+    tiles = groups.get("wide", groups["tiles"])
     num_tiles = tiles.shape[0]
     chunks, keys = scratch["hist"].shape
     chunk_tiles = -(-num_tiles // chunks)
     pairs = {
         "TOPK": topk,
         "W": 1 << max(topk - 1, 1).bit_length(),
-        "TILE": launch.tile,
+        "TILE": launch.attend_tile,
         "FIELDS": TILE_FIELDS,
     }
     listed = max_blocks > launch.union_limit
@@ -536,7 +517,7 @@ def _merge_run(work, launch):
     """Rows of one program of the merge: many where there are many, for a tile that has nothing to
     merge costs its programs too.
     """
-    run = launch.tile
+    run = launch.attend_tile
     while run > launch.merge_rows and work < run * launch.merge_programs:
         run //= 2
     return run
@@ -585,8 +566,9 @@ def attend_prefill(
         launch=launch,
         launches=launches,
     )
-    num_tiles, topk = groups["tiles"].shape[0], ids.shape[1]
-    common = (cache, block_table, groups["tiles"], groups["order"], row_pos)
+    tiles, topk = groups.get("wide", groups["tiles"]), ids.shape[1]
+    num_tiles = tiles.shape[0]
+    common = (cache, block_table, tiles, groups["order"], row_pos)
     strides = (*cache.stride()[:3], block_table.stride(0))
     scale = width**-0.5
 
@@ -600,7 +582,7 @@ def attend_prefill(
 
     def by_tile():
         consts = {
-            "TILE": launch.tile,
+            "TILE": launch.attend_tile,
             "ROOM": max(launch.union_limit, 1),
             "PAIR": max(launch.tile_blocks, LEAST_KEYS // block),
             "STEP": launch.tile_step,
@@ -641,11 +623,11 @@ def attend_prefill(
 
     def merged():
         wide = 1 << max(topk - 1, 1).bit_length()
-        consts = {"TOPK": topk, "W": wide, "TILE": launch.tile, "ROWS": launch.merge_rows}
+        consts = {"TOPK": topk, "W": wide, "TILE": launch.attend_tile, "ROWS": launch.merge_rows}
         return shape() | consts, launch.merge_warps, {}
 
     pair = launches("pair", attend_pair_kernel, entries * (heads // walked), by_pair)
-    merge_programs = heads * chunk_tiles * (launch.tile // run)
+    merge_programs = heads * chunk_tiles * (launch.attend_tile // run)
     merge = launches("merge", attend_merge_kernel, merge_programs, merged)
     for chunk in range(chunks):
         pair(
@@ -666,7 +648,7 @@ def attend_prefill(
             *strides,
         )
         merge(
-            groups["tiles"],
+            tiles,
             groups["order"],
             scratch["count"],
             ids,

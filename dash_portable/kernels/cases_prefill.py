@@ -132,7 +132,9 @@ def _select_case(dtype: str, width: int, stage: str) -> Case:
             types | few,
             consts,
             _launches(
-                lambda r: Launch(r.few_warps, 0, {"TILE": r.tile, "GROUPS": r.select_groups}),
+                lambda r: Launch(
+                    r.few_warps, 0, {"TILE": r.few_tile or r.tile, "GROUPS": r.select_groups}
+                ),
                 dtype,
             ),
             matrix=dtype != "fp32",
@@ -185,7 +187,7 @@ def _union_cases() -> dict[str, Case]:
                     r.union_warps,
                     0,
                     {
-                        "TILE": r.tile,
+                        "TILE": r.attend_tile,
                         "LIMIT": r.union_limit,
                         "BUCKETS": 1 << r.union_limit.bit_length(),
                         "ROOM": max(r.union_limit, 1),
@@ -221,7 +223,7 @@ def _union_cases() -> dict[str, Case]:
             | _pointers("i32", "pair_ptr", "entry_ptr")
             | _ints(*ints, "num_tiles", "chunk_pairs", "entries", "entry_programs", "steps"),
             pairs | {"ENTRIES": union.ENTRIES},
-            _launches(lambda r: Launch(4, 0, {"TILE": r.tile, "PAIR_TILE": r.pair_tile})),
+            _launches(lambda r: Launch(4, 0, {"TILE": r.attend_tile, "PAIR_TILE": r.pair_tile})),
         ),
     }
 
@@ -251,7 +253,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                     r.tile_warps,
                     0,
                     {
-                        "TILE": r.tile,
+                        "TILE": r.attend_tile,
                         "ROOM": max(r.union_limit, 1),
                         "PAIR": r.tile_blocks,
                         "STEP": r.tile_step,
@@ -298,7 +300,8 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
             | _ints("chunk_tile", "num_tiles", "run"),
             shape | {"TOPK": TOPK, "W": W},
             _launches(
-                lambda r: Launch(r.merge_warps, 0, {"TILE": r.tile, "ROWS": r.merge_rows}), dtype
+                lambda r: Launch(r.merge_warps, 0, {"TILE": r.attend_tile, "ROWS": r.merge_rows}),
+                dtype,
             ),
             may_spill=spills,
         ),

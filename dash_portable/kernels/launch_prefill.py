@@ -12,9 +12,11 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class PrefillRow(NamedTuple):
     """How the prefill kernels are launched on one arch.
 
-    tile            rows of one tile of the grouped order; all kernels share it
+    tile            rows of one tile of the grouped order
+    wide            rows of one tile of attention, where it takes more than selection; 0: the same
     select_*        groups (blocks of one step), warps, stages, further options of the first pass
-    few_*           warps and most programs of the pass over a row's doubtful groups
+    few_*           of the pass over a row's doubtful groups: warps, most programs, and rows of its
+                    matrix products where fewer than a tile give the same bits; 0: a tile
     redo_warps      of the pass over all blocks of a row
     union_limit     largest union of a tile that is walked for all its rows; a tile with more goes
                     by block. 0: all go by block
@@ -26,12 +28,14 @@ class PrefillRow(NamedTuple):
     """
 
     tile: int = 64
+    wide: int = 0
     select_groups: int = 64
     select_warps: int = 4
     select_stages: int = 3
     select_options: Mapping[str, Any] = NOTHING
     few_warps: int = 4
-    few_programs: int = 1056
+    few_programs: int = 4224
+    few_tile: int = 0
     redo_warps: int = 4
     union_limit: int = 48
     union_warps: int = 4
@@ -50,15 +54,28 @@ class PrefillRow(NamedTuple):
     merge_warps: int = 1
     merge_programs: int = 16384
 
+    @property
+    def attend_tile(self) -> int:
+        return self.wide or self.tile
 
-_REGISTER_BOUND = PrefillRow(select_warps=8, few_warps=8, redo_warps=8, tile_warps=8, tile_stages=1)
+
+_REGISTER_BOUND = PrefillRow(
+    select_warps=8, few_warps=1, few_tile=16, redo_warps=8, tile_warps=8, tile_stages=1
+)
 _RDNA = _REGISTER_BOUND._replace(select_groups=32, pair_warps=8, pair_stages=1)
 PREFILL: dict[str, PrefillRow] = {
     "*": PrefillRow(),
     "sm80": _REGISTER_BOUND,
     "sm86": _REGISTER_BOUND,
     "sm89": _REGISTER_BOUND,
-    "sm90": PrefillRow(tile_stages=3, pair_stages=3),
+    "sm90": PrefillRow(
+        wide=128,
+        union_limit=64,
+        union_warps=8,
+        tile_warps=8,
+        tile_options=MappingProxyType({"maxnreg": 128}),  # two programs at a time
+        pair_stages=3,
+    ),
     "sm100": PrefillRow(select_warps=8, few_warps=8, tile_warps=8),
     "sm120": _REGISTER_BOUND,
     "gfx1100": _RDNA,

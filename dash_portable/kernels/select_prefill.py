@@ -18,6 +18,7 @@ from .primitives import (
     BAD_SCORE,
     CLAMP,
     EMPTY,
+    best_of,
     best_of_rows,
     final_score,
     finish_selection,
@@ -288,9 +289,9 @@ def select_group_kernel(
                         new = tl.where(new == best[:, None], EMPTY, new)
                         best = tl.max(new, 1)
                         worst = tl.min(held, 1)
-        held = best_of_rows(tl.where(held <= EMPTY + W, EMPTY, held), W, W)
+        held = best_of(tl.max(tl.where(held <= EMPTY + W, EMPTY, held), 0), W, W)
         ids, bias = finish_selection(
-            held,
+            tl.reshape(held, (1, W)),
             tl.full((1,), 1, tl.int32) * tl.minimum(pos // BLOCK + 1, WINDOW),
             floor,
             inv_sigma,
@@ -495,10 +496,14 @@ def select_prefill(
         *strides,
     )
     if summaries.shape[1] > 2 * launch.select_groups:
+        fewer = launch.few_tile or tile
         programs = min(num_rows, launch.few_programs)
-        launches("group", select_group_kernel, programs, lambda: (consts(), launch.few_warps, {}))(
-            *keys, *rows, *lists, *few, *numbers, *strides
-        )
+        launches(
+            "group",
+            select_group_kernel,
+            programs,
+            lambda: (consts(TILE=fewer), launch.few_warps, {}),
+        )(*keys, *rows, *lists, *few, *numbers, *strides)
     programs = max(num_tiles, -(-num_rows // tile))
     launches(
         "redo",

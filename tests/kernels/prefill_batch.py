@@ -150,7 +150,7 @@ class Batch:
 
     # ---------------------------------------------------------------- the kernels
     def grouped(self, launch: PrefillRow, *, given: bool = False) -> dict[str, Tensor]:
-        shapes = grouping.group_shapes(self.num_rows, len(self.parts), launch.tile)
+        shapes = grouping.group_shapes(self.num_rows, len(self.parts), launch.tile, launch.wide)
         groups = {
             k: torch.full(s, POISON, dtype=torch.int32, device=DEVICE) for k, s in shapes.items()
         }
@@ -169,6 +169,7 @@ class Batch:
             block=self.config.block,
             local_blocks=self.config.local_blocks,
             tile=launch.tile,
+            wide=launch.wide,
             starts_given=given,
         )
         return {k: v.cpu() for k, v in groups.items()}
@@ -223,7 +224,7 @@ class Batch:
         shapes = attend.attend_shapes(
             self.num_rows,
             len(self.parts),
-            groups["tiles"].shape[0],
+            groups.get("wide", groups["tiles"]).shape[0],
             self.max_blocks,
             self.heads * self.group,
             self.width,

@@ -12,6 +12,7 @@ from tests.kernels.prefill_batch import Batch, Part
 BOTH = PrefillRow(tile=16, select_groups=16, union_limit=14, pair_tile=16)
 FORMS = {
     "both": BOTH,
+    "wide": BOTH._replace(wide=32),
     "by-block": BOTH._replace(union_limit=0),
     "by-tile": BOTH._replace(union_limit=64),
     "by-tile-two": BOTH._replace(union_limit=64, tile_blocks=2, tile_step=64),
