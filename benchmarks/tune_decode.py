@@ -45,85 +45,56 @@ PAGE = 274  # a marker and 273 image tokens
 CONFIG = DashConfig(index_dim=D, scale=(60.0,), floor=(1e-4,))
 DEVICE = torch.device("cuda", 0)
 # Tile, splits of a row and warps of one program: at 32K with the store, at 128K alone.
-JOINT = [
-    (64, 16, 8), (64, 16, 4), (128, 8, 8), (32, 32, 4), (64, 8, 4), (32, 16, 2), (32, 32, 2),
-    (64, 4, 4), (128, 8, 4), (32, 8, 2), (128, 4, 8), (64, 8, 8), (256, 4, 8), (256, 4, 4),
+AHEAD, PIPED, NEAR = {"ahead": True}, {"stages": 3}, {"near": 32}
+JOINT: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
+    ((64, 16, 8), {}), ((64, 16, 8), AHEAD), ((128, 8, 8), {}), ((64, 8, 4), {}),
+    ((64, 8, 4), AHEAD), ((64, 16, 4), {}), ((128, 8, 4), {}), ((32, 16, 2), {}), ((64, 4, 4), {}),
+    ((128, 4, 8), {}), ((256, 4, 8), {}),
 ]  # fmt: skip
-ALONE = [
-    (64, 64, 8), (128, 32, 8), (32, 64, 4), (64, 32, 8), (64, 16, 4), (64, 8, 4), (128, 8, 8),
-    (64, 4, 4), (64, 2, 4), (128, 4, 8), (32, 8, 2), (32, 4, 4), (64, 8, 8), (256, 16, 8),
-    (256, 4, 8),
+WINDOWED: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
+    ((64, 16, 8), NEAR), ((64, 8, 4), NEAR), ((64, 8, 4), {"near": 64}), ((64, 16, 4), NEAR),
+    ((32, 16, 2), NEAR), ((64, 4, 4), NEAR), ((128, 4, 8), {"near": 64}),
 ]  # fmt: skip
-HEADS = (4, 8)  # beside 16
-STAGES = [
-    ((64, 2, 4), 3), ((64, 2, 4), 4), ((64, 4, 4), 3), ((64, 8, 4), 3), ((128, 4, 8), 3),
-    ((128, 2, 8), 3), ((32, 4, 4), 4),
+ALONE: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
+    ((64, 64, 8), {}), ((64, 64, 8), AHEAD), ((32, 64, 4), {}), ((64, 8, 4), {}),
+    ((64, 8, 4), PIPED), ((64, 16, 4), {}), ((128, 8, 8), {}), ((64, 2, 4), {}),
+    ((64, 2, 4), PIPED), ((64, 2, 4), AHEAD), ((64, 4, 4), {}), ((64, 4, 4), PIPED),
+    ((128, 4, 8), {}), ((128, 2, 8), PIPED), ((32, 4, 4), {}), ((64, 8, 4), {"ticket": False}),
 ]  # fmt: skip
-NEAR = [  # with tokens of the window at once, which the store attends to
-    ((64, 16, 8), 32), ((64, 16, 8), 64), ((128, 8, 8), 64), ((64, 8, 4), 32), ((64, 8, 4), 64),
-    ((64, 16, 4), 32), ((128, 4, 8), 64), ((64, 4, 4), 32), ((32, 16, 2), 32), ((32, 8, 2), 32),
-    ((256, 4, 8), 64),
-]  # fmt: skip
+CHECKED = [((64, 4, 4), PIPED), ((32, 8, 2), AHEAD), ((64, 4, 4), {"ticket": False})]
 
 
-def select_row(
-    shape: tuple[int, int, int], rows: int, *, ahead: bool = False, **other: Any
-) -> launch.SelectRow:
-    """A row of the table that gives this number of splits for a number of rows."""
-    tile, split, warps = shape
-    return launch.SelectRow(
-        tile=tile,
-        programs=split * rows,
-        warps=warps,
-        ahead=ahead,
-        **{"ticket": True, "dependent": True} | other,
-    )
-
-
-def ways(shape: tuple[int, int, int]) -> tuple[bool, ...]:
-    """Asking ahead holds two tiles in registers: not where one is 256 bytes of a thread."""
-    tile, _, warps = shape
-    return (False, True) if tile <= 16 * warps else (False,)
-
-
-def joint_rows(rows: int) -> list[launch.SelectRow]:
-    found = [select_row(shape, rows, ahead=ahead) for shape in JOINT for ahead in ways(shape)]
-    found += [select_row((64, 4, 4), rows, stages=3), select_row((32, 8, 2), rows, stages=3)]
-    return [*found, *(select_row(JOINT[1], rows, heads=heads) for heads in HEADS)]
-
-
-def near_rows(rows: int) -> list[launch.SelectRow]:
-    return [select_row(shape, rows, near=near) for shape, near in NEAR]
-
-
-def alone_rows(rows: int) -> list[launch.SelectRow]:
-    found = [select_row(shape, rows, ahead=ahead) for shape in ALONE for ahead in ways(shape)]
-    found += [select_row(shape, rows, stages=stages) for shape, stages in STAGES]
-    return [*found, select_row(ALONE[4], rows, ticket=False)]
-
-
-def checked_rows(rows: int) -> list[launch.SelectRow]:
+def select_rows(of: list[Any], rows: int) -> list[launch.SelectRow]:
+    """Rows of the table that give these numbers of splits for a number of rows."""
+    usual = {"ticket": True, "dependent": True}
     return [
-        select_row((64, 4, 4), rows),
-        select_row((32, 8, 2), rows, ahead=True),
-        select_row((32, 4, 2), rows, stages=3),
-        select_row((64, 4, 4), rows, ticket=False),
+        launch.SelectRow(tile=tile, programs=split * rows, warps=warps, **(usual | other))
+        for (tile, split, warps), other in of
     ]
 
 
 ATTENDS = [
     launch.AttendRow(split=split, warps=warps, ticket=ticket)
     for split, warps, ticket in [
-        *itertools.product((1, 2, 4, 8), (1,), (True,)),
-        *itertools.product((4, 8, 16), (2,), (True,)),
-        (16, 1, True),
-        (16, 4, True),
+        *itertools.product((1, 2, 4, 8, 16), (1,), (True,)),
+        (8, 2, True),
+        (16, 2, True),
         (4, 1, False),
-        (16, 1, False),
     ]
 ]
-CHECKED = [ATTENDS[i] for i in (0, 3, 6, 9)]
+FEW = [ATTENDS[2], ATTENDS[-1]]
 _flush: list[Tensor] = []
+
+
+class Lines(list[str]):
+    """What was found, printed as soon as it is: a limit of time may end the search."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def append(self, line: str) -> None:
+        super().append(line)
+        print(f"{time.perf_counter() - self._begin:5.0f} s  {line}", flush=True)
 
 
 class Case:
@@ -315,7 +286,7 @@ def check(lines: list[str]) -> None:
     """Against the eager layer on this GPU, all rows of all variants the same bits, alone as in the
     batch.
     """
-    for pages, rows, group in ((False, 9, 1), (True, 9, 1), (True, 65, 4)):
+    for pages, rows, group in ((True, 9, 1), (False, 17, 4)):
         case = Case(rows, 8192, pages=pages, heads=2, group=group)
         twin = case.cache.clone()
         eager, layer = EagerLayer(case.step), case.layer()
@@ -330,17 +301,17 @@ def check(lines: list[str]) -> None:
         )
         exact = oracle(case, query, ids, bias)
         worst = 0.0
-        for row in CHECKED:
+        for row in FEW:
             out = torch.full_like(query, torch.nan)
             runner = case.runner(row)
             for _ in range(3):
                 runner.run(query, case.cache, ids, bias, out)
             error = (out.double() - exact).norm() / exact.norm()
             worst = max(worst, float(error))
-        lines.append(f"      attention, {len(CHECKED)} rows: relative error {worst:.1e}")
+        lines.append(f"      attention, {len(FEW)} rows: relative error {worst:.1e}")
         if group == 1:
             runner = case.runner(near=32)
-            again = case.layer(checked_rows(rows)[0]._replace(near=32))
+            again = case.layer(select_rows([((64, 4, 4), NEAR)], rows)[0])
             out = torch.full_like(query, torch.nan)
             for _ in range(2):
                 parts = prepared(case, again)()
@@ -349,7 +320,7 @@ def check(lines: list[str]) -> None:
             lines.append(f"      attention after the window: relative error {float(error):.1e}")
             del runner
         bad = []
-        for row in checked_rows(rows):
+        for row in select_rows(CHECKED, rows):
             again = case.layer(row)
             for one in (selected(case, again), prepared(case, again)):
                 one()
@@ -418,7 +389,7 @@ def ranked(times: dict[Any, float], rows: int, many: int) -> str:
 def tune_select(lines: list[str], *, pages: bool) -> None:
     for case in cases(1 << 17, pages):
         times = {}
-        for row in alone_rows(case.rows):
+        for row in select_rows(ALONE, case.rows):
             call = begun(selected(case, case.layer(row)))
             times[row] = cold_us(call)
         launch.SELECT = dict(TABLES[0])
@@ -460,7 +431,7 @@ def tune_layer(lines: list[str]) -> None:
         TABLE.append(f"shipped 32K N={case.rows:<3} {text}")
         lines.append(TABLE[-1])
         joint = {}
-        for row in joint_rows(case.rows):
+        for row in select_rows(JOINT, case.rows):
             part = begun(prepared(case, case.layer(row)))
             joint[row] = cold_us(part)
         lines.append(f"store+select 32K N={case.rows}: {ranked(joint, case.rows, 26)}")
@@ -476,10 +447,10 @@ def tune_layer(lines: list[str]) -> None:
         plain_rows = [row for row in sorted(joint, key=joint.__getitem__) if row.heads == 16]
         pairs = [
             (first, second)
-            for first in plain_rows[:3]
+            for first in plain_rows[:2]
             for second in sorted(alone, key=alone.__getitem__)[:2]
         ]
-        firsts = near_rows(case.rows)
+        firsts = select_rows(WINDOWED, case.rows)
         far, with_window = {}, {}
         for first in firsts:
             keep = case.runner(ATTENDS[0], near=first.near)
@@ -495,12 +466,12 @@ def tune_layer(lines: list[str]) -> None:
         TABLE.append(f"after window 32K N={case.rows:<3} {ranked(far, 1, 3)}")
         pairs += [
             (first, second)
-            for first in sorted(with_window, key=with_window.__getitem__)[:3]
+            for first in sorted(with_window, key=with_window.__getitem__)[:2]
             for second in sorted(far, key=far.__getitem__)[:2]
         ]
         both = {}
         for first, second in pairs:
-            for dependent in (True, False):
+            for dependent in (True, False) if first == pairs[0][0] else (True,):
                 runner = case.runner(second, dependent=dependent, near=first.near)
                 call = begun(whole(case, case.layer(first), runner))
                 name = f"{short(first, case.rows)} + {short(second)}"
@@ -555,15 +526,17 @@ PARTS: dict[str, Callable[[list[str]], None]] = {
 def warm(index: int, of: int) -> None:
     """Compile this process's share of the variants, on four rows of a short context."""
     four = 4
-    work: list[tuple[Any, ...]] = [("joint", row, 1 << 15, 10, 1) for row in joint_rows(four)]
-    work += [("joint", row, 1 << 15, 10, 1) for row in near_rows(four)]
-    work += [("alone", row, 1 << 17, 2, 1) for row in alone_rows(four)]
+    work: list[tuple[Any, ...]] = [
+        ("joint", row, 1 << 15, 10, 1) for row in select_rows(JOINT, four)
+    ]
+    work += [("joint", row, 1 << 15, 10, 1) for row in select_rows(WINDOWED, four)]
+    work += [("alone", row, 1 << 17, 2, 1) for row in select_rows(ALONE, four)]
     for group in (1, 4):
-        work += [("joint", row, 1 << 13, 2, group) for row in checked_rows(four)]
+        work += [("joint", row, 1 << 13, 2, group) for row in select_rows(CHECKED, four)]
         if group == 1:
-            work.append(("joint", checked_rows(four)[0]._replace(near=32), 1 << 13, 2, 1))
-        work += [("alone", row, 1 << 13, 2, group) for row in checked_rows(four)]
-        work += [("attend", row, 1 << 13, 2, group) for row in CHECKED]
+            work.append(("joint", select_rows([((64, 4, 4), NEAR)], four)[0], 1 << 13, 2, 1))
+        work += [("alone", row, 1 << 13, 2, group) for row in select_rows(CHECKED, four)]
+        work += [("attend", row, 1 << 13, 2, group) for row in FEW]
     work += [("attend", row, 1 << 15, 10, 1) for row in ATTENDS]
     for rows in (1, 8, 64, 256):
         row = launch.select_row("sm90", rows, 1024)
@@ -605,34 +578,23 @@ def main() -> None:
     if args.warm:
         warm(*map(int, args.warm.split("/")))
         return
-    begin = time.perf_counter()
+    lines = Lines()
     children = [
         subprocess.Popen([sys.executable, __file__, "--warm", f"{i}/{args.jobs}"])
         for i in range(args.jobs)
     ]
     failed = [child.args for child in children if child.wait()]
-    print(
-        f"compiled in {time.perf_counter() - begin:.0f} s by {args.jobs} processes, "
-        f"{len(failed)} failed"
+    lines.append(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
+        f"compiled by {args.jobs} processes, {len(failed)} failed"
     )
-    lines = [
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-    ]
     for name in args.parts or PARTS:
-        begin = time.perf_counter()
         LOADED[0] = 0.0
         try:
             PARTS[name](lines)
         except Exception:  # the other parts are worth having
             traceback.print_exc()
-        took = time.perf_counter() - begin
-        print(
-            f"{name}: {took:.0f} s, {LOADED[0]:.0f} s of it first calls",
-            *lines[1:],
-            sep="\n",
-            flush=True,
-        )
-        del lines[1:]
+        lines.append(f"{name} done, {LOADED[0]:.0f} s of it first calls")
     print("", lines[0], *TABLE, sep="\n", flush=True)
 
 
