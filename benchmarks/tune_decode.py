@@ -540,10 +540,10 @@ def warm(index: int, of: int) -> None:
     work += [("attend", row, 1 << 15, 10, 1) for row in ATTENDS]
     for rows in (1, 8, 64, 256):
         row = launch.select_row("sm90", rows, 1024)
-        row = row._replace(rows=None, programs=four * launch.split_of(row, rows, 1024))
+        row = row._replace(rows=None, blocks=None, programs=four * launch.split_of(row, rows, 1024))
         work += [(kind, row, 1 << 15, 10, 1) for kind in ("joint", "alone")]
         row = launch.select_row("sm90", rows, 4096)
-        row = row._replace(rows=None, programs=four * launch.split_of(row, rows, 4096))
+        row = row._replace(rows=None, blocks=None, programs=four * launch.split_of(row, rows, 4096))
         work.append(("alone", row, 1 << 17, 2, 1))
     for job in list(dict.fromkeys(work))[index::of]:
         _compile(*job)
