@@ -65,12 +65,12 @@ def codes(choice: Choice, name: str) -> list[Code]:
 # --- the table ------------------------------------------------------------------------------
 
 EXPECTED = {
-    "h200": "flash_attn3_gather",
+    "h200": "triton",
     "a100": "flash_attn2_gather",
     "b200": "flash_attn2_gather",
     "rtx5090": "flashinfer_gather",
     "t4": "triton",
-    "nvidia-bare": "torch_varlen_gather",
+    "nvidia-bare": "triton",
     "nvidia-future": "flash_attn2_gather",
     "mi300x": "aiter_gather",
     "mi355x": "aiter_gather",
@@ -102,11 +102,11 @@ def test_who_attends(machine: str, phase: str) -> None:
 
 CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("h200", {"in_place": True}, "triton"),
-    ("h200", {"lse": True}, "flash_attn3_segments"),
+    ("h200", {"lse": True}, "vllm_flash_attn3_segments"),
     ("h200", {"head_dim": 256}, "triton"),
     ("h200", {"dtype": "float32", "cache_dtype": "float32"}, "triton"),
     ("h200", {"cache_dtype": "float32"}, "triton"),
-    ("h200", {"deterministic": True}, "flash_attn3_gather"),
+    ("h200", {"deterministic": True}, "triton"),
     ("a100", {"deterministic": True}, "flashinfer_gather"),
     ("b200", {"head_dim": 96}, "flash_attn4_gather"),
     ("t4", {"dtype": "float16", "cache_dtype": "float16"}, "flashinfer_gather"),
@@ -302,14 +302,15 @@ def test_forced_never_falls_back(machine: str, backend: Backend) -> None:
 
 
 def test_a_family_takes_its_best_and_nothing_else() -> None:
-    assert name_of(choose(asked(), MACHINES["h200"], forced("flash_attn"))) == "flash_attn3_gather"
+    family = choose(asked(), MACHINES["h200"], forced("flash_attn"))
+    assert name_of(family) == "vllm_flash_attn3_gather"  # the fastest that was measured there
     assert name_of(choose(asked(), MACHINES["h200"], forced("flash_attn2"))) == "flash_attn2_gather"
     assert name_of(choose(asked(), MACHINES["mi250"], forced("flash_attn"))) == (
         "flash_attn2_rocm_gather"
     )
     in_place = asked(in_place=True)
     assert name_of(choose(in_place, MACHINES["h200"], forced("FLASH_ATTN"))) == (
-        "flash_attn3_in_place"
+        "vllm_flash_attn3_in_place"
     )
     assert name_of(choose(in_place, MACHINES["mi250"], forced("flash_attn"))) is None
 
@@ -414,7 +415,7 @@ def test_the_shared_layers_last_resort_stays() -> None:
 def test_the_flash_attn_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DASH_PORTABLE_FA_VERSION", "2")
     policy = policy_of("decode", env.read(), BACKENDS)
-    choice = choose(asked(), MACHINES["h200"], policy)
+    choice = choose(asked(), MACHINES["a100"], policy)
     assert name_of(choice) == "flash_attn2_gather"
     (reason,) = answer(choice, "flash_attn3_gather")
     assert (reason.asked, reason.offers) == ("flash_attn 2", "flash_attn 3")
@@ -869,7 +870,7 @@ def test_a_choice_is_a_value() -> None:
     choice = choose(asked(), MACHINES["h200"])
     assert choice == choose(asked(), MACHINES["h200"])
     assert hash(choice.request) == hash(asked())
-    assert json.loads(choice.to_json())["chosen"] == "flash_attn3_gather"
+    assert json.loads(choice.to_json())["chosen"] == "triton"
     assert {field.name for field in fields(Request)} == set(choice.request.to_dict())
     assert set(FEATURES) < {field.name for field in fields(Request)}
     assert issubclass(UnsupportedError, DashError)

@@ -10,4 +10,29 @@ from collections.abc import Mapping
 
 from dash_portable.backends.spec import Measured
 
-FIGURES: Mapping[str, tuple[Measured, ...]] = {}
+_H200 = "2026-11-30"
+_TORCH = "torch 2.11.0"
+
+
+def _decode(figure: float, versions: str) -> Measured:
+    """64 rows, 32K tokens of context each, the attend stage alone in a captured graph."""
+    return Measured(arch="sm90", phase="decode", figure=figure, versions=versions, date=_H200)
+
+
+def _prefill(figure: float, versions: str) -> Measured:
+    """One prompt of 32K tokens whose rows choose at random, the attend stage alone."""
+    return Measured(arch="sm90", phase="prefill", figure=figure, versions=versions, date=_H200)
+
+
+# benchmarks/vendor_h200.py and benchmarks/tune_prefill.py; bf16, 10 heads of 128.
+FIGURES: Mapping[str, tuple[Measured, ...]] = {
+    "triton": (
+        _decode(51.2, f"{_TORCH}, triton 3.6.0"),
+        _prefill(1224.0, f"{_TORCH}, triton 3.6.0"),
+    ),
+    "vllm_flash_attn3_gather": (_decode(188.2, f"{_TORCH}, vllm 0.33.0"),),
+    "vllm_flash_attn3_segments": (_decode(280.8, f"{_TORCH}, vllm 0.33.0"),),
+    "vllm_flash_attn3_in_place": (_decode(286.8, f"{_TORCH}, vllm 0.33.0"),),
+    "torch_varlen_gather": (_decode(301.8, _TORCH),),
+    "torch_varlen_segments": (_decode(1314.8, _TORCH),),
+}

@@ -77,21 +77,22 @@ _RDNA = (
 )
 SELECT: Mapping[str, tuple[SelectRow, ...]] = {
     "sm90": (
-        SelectRow(rows=8, blocks=1024, warps=8, ticket=True, dependent=True),
         SelectRow(rows=2, programs=2048, warps=8, ticket=True, dependent=True),
-        SelectRow(rows=8, programs=512, warps=8, ticket=True, dependent=True),
-        SelectRow(rows=64, programs=512, ticket=True, dependent=True),
-        SelectRow(blocks=1024, tile=32, programs=4096, warps=2, ticket=True, dependent=True),
+        SelectRow(rows=8, blocks=1024, warps=8, ahead=True, ticket=True),
+        SelectRow(rows=8, tile=32, programs=512, ticket=True, dependent=True),
+        SelectRow(rows=64, blocks=1024, programs=256, ticket=True),
+        SelectRow(rows=64, programs=512, ticket=True),
+        SelectRow(blocks=1024, programs=1024, ticket=True, dependent=True),
         SelectRow(programs=512, ticket=True, dependent=True),
     ),
     EVERYWHERE: (SelectRow(tile=64),),
 }
 ATTEND: Mapping[str, tuple[AttendRow, ...]] = {
     "sm90": (
-        AttendRow(programs=40, split=16, warps=2, ticket=True),
+        AttendRow(programs=80, split=16, warps=2, ticket=True),
         AttendRow(programs=320, split=8, warps=1, ticket=True),
         AttendRow(programs=1280, split=2, warps=1, ticket=True),
-        AttendRow(split=4, warps=1, ticket=True),
+        AttendRow(split=4, warps=1),
     ),
     **dict.fromkeys(
         _RDNA,

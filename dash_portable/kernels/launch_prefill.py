@@ -69,11 +69,8 @@ PREFILL: dict[str, PrefillRow] = {
     "sm86": _REGISTER_BOUND,
     "sm89": _REGISTER_BOUND,
     "sm90": PrefillRow(
-        wide=128,
-        union_limit=64,
-        union_warps=8,
-        tile_warps=8,
-        tile_options=MappingProxyType({"maxnreg": 128}),  # two programs at a time
+        union_warps=2,
+        tile_options=MappingProxyType({"maxnreg": 128}),  # four programs at a time
         pair_stages=3,
     ),
     "sm100": PrefillRow(select_warps=8, few_warps=8, tile_warps=8),
