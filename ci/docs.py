@@ -194,6 +194,9 @@ def stale_cells(targets: list[str], jobs: int) -> str:
 
 def intel(folder: Path) -> Pages:
     rows = [audit.Row.from_json(row) for row in json.loads((folder / "audit.json").read_text())]
+    wrong = [row for row in rows if not row.ok]
+    if wrong:
+        raise SystemExit(audit.render(wrong))
     native = json.loads((folder / "spirv" / "native.json").read_text())
     executed = json.loads((folder / "executed.json").read_text())
     lines = [_INTEL_HEAD.format(version=rows[0].triton)]
