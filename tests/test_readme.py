@@ -1,0 +1,31 @@
+"""What the README promises: its example runs, its test command is CI's, its links exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs_and_says_who_attends() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    out = names["out"]
+    assert out.shape == (300, 10, 128)  # type: ignore[attr-defined]
+    assert out.isfinite().all()  # type: ignore[attr-defined]
+
+
+def test_the_test_command_is_cis() -> None:
+    commands = re.findall(r"```sh\n(.*?)\n```", README, re.S)
+    assert len(commands) == 2
+    assert commands[1] in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_link_leads_somewhere() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
