@@ -90,6 +90,8 @@ _FLOAT32 = dict.fromkeys(
     "a register or two, of float32 only",
 )
 
+_SCAN = {"sm90": "up to 16 bytes, outside the scan of 64 blocks: these rows were the fastest there"}
+
 
 def _types(kernel: Any, dtype: str, consts: Mapping[str, Any]) -> dict[str, str]:
     """Type texts of a kernel's run-time arguments, by their names."""
@@ -204,13 +206,13 @@ def _cases() -> dict[str, Case]:
             ),
             f"store_select_{dtype}": _case(
                 select_decode.store_select_kernel, dtype, fused, _select_rows(fused=True)
-            )._replace(may_spill=_FLOAT32 if dtype == "fp32" else {}),
+            )._replace(may_spill=_SCAN | (_FLOAT32 if dtype == "fp32" else {})),
             f"select_decode_{dtype}": _case(
                 select_decode.select_decode_kernel,
                 dtype,
                 chosen | {"SIDE": False},
                 _select_rows(fused=False),
-            ),
+            )._replace(may_spill=_SCAN),
             f"summaries_block_{dtype}": _case(
                 summaries.summaries_block_kernel,
                 dtype,
@@ -241,8 +243,7 @@ def _cases() -> dict[str, Case]:
             f"gather_{dtype}": _case(
                 gather.gather_segments_kernel,
                 dtype,
-                {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK, "TAIL": 8}
-                | block,
+                {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK, "TAIL": 8} | block,
                 _warps(4),
             )._replace(may_spill=_FLOAT32 if dtype == "fp32" else {}),
             f"merge_{dtype}": _case(

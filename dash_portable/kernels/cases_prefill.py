@@ -11,6 +11,9 @@ from .launch_prefill import FLOAT32, PREFILL, PrefillRow
 
 HQ, TOPK, W = 10, 12, 16
 RDNA = ("gfx1100", "gfx1151", "gfx1201")
+FLOAT32_FEW = dict.fromkeys(
+    ("sm86", "sm89", "sm90", "sm100", "sm120"), "two registers, of float32 only"
+)
 FLOAT32_SPILLS = dict.fromkeys(RDNA, "float32 without matrix units: for tests, not for speed")
 TILE_SPILLS = dict.fromkeys(RDNA, "a few registers; 64 rows are the tile of all the kernels")
 
@@ -138,7 +141,7 @@ def _select_case(dtype: str, width: int, stage: str) -> Case:
                 dtype,
             ),
             matrix=dtype != "fp32",
-            may_spill=spills,
+            may_spill=spills | (FLOAT32_FEW if dtype == "fp32" else {}),
         )
     return Case(
         select_prefill.select_tile_kernel,

@@ -108,6 +108,8 @@ ATTEND: Mapping[str, tuple[AttendRow, ...]] = {
         AttendRow(split=1),
     ),
 }
+# Triton backends that make another kernel for tensors of less than 2 GB.
+BY_SIZE: Mapping[str, bool] = {"hip": True}
 FIXED_SPLIT = 4  # of the deterministic mode: the same for any batch
 MERGE_WARPS = 2  # of the second launch of selection
 
@@ -226,9 +228,8 @@ class Launch:
         compiled = self._kernel[self._grid](*args, *self._fixed, *self._consts, **self._options)
         if not hasattr(compiled, "__getitem__"):
             self._direct = False
-        elif compiled.metadata.target.backend == "hip" and not self._sized:
-            # AMD's Triton makes another kernel for tensors of less than 2 GB: ask from now on.
-            self._sized = True
+        elif BY_SIZE.get(compiled.metadata.target.backend, False) and not self._sized:
+            self._sized = True  # ask from now on
         else:
             self._compiled[tuple(key)] = compiled[self._grid]
 
