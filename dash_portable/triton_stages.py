@@ -124,8 +124,13 @@ class RowSelection:
             store_row_kernel,
             (parts + 1) * step.num_rows,
             (
-                *layer._sizes, *layer._blocks, layer._given, layer._pages is not None, given,
-                heads, parts,
+                *layer._sizes,
+                *layer._blocks,
+                layer._given,
+                layer._pages is not None,
+                given,
+                heads,
+                parts,
             ),
             warps=launch.STORE_ROW_WARPS,
         )

@@ -20,7 +20,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="fail at once unless this machine's device is VENDOR's (nvidia, amd, intel or cpu)",
     )
 
-
     parser.addoption(
         "--full", action="store_true", help="also what is marked full: whole grids of cases"
     )

@@ -111,9 +111,7 @@ def test_kernel_modules_import_triton_alone(path: Path):
 
 
 def planted(body: str) -> list[str]:
-    (node,) = ast.parse(
-        f"@triton.jit\ndef kernel(x_ptr, y_ptr):\n    {body}\n"
-    ).body
+    (node,) = ast.parse(f"@triton.jit\ndef kernel(x_ptr, y_ptr):\n    {body}\n").body
     assert isinstance(node, ast.FunctionDef)
     return forbidden(node)
 

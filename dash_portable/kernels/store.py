@@ -293,9 +293,7 @@ def _store_auxiliary(
             role,
             tl.load(aux_ptr + old_at + D + ROLE, mask=i_ok, other=0.0).to(tl.int32),
         )
-        page_at = tl.where(
-            i == BS - 1, page, read_int32s(aux_ptr + old_at + D + STATE + 4, i_ok)
-        )
+        page_at = tl.where(i == BS - 1, page, read_int32s(aux_ptr + old_at + D + STATE + 4, i_ok))
         end = image_end(
             aux_ptr,
             table_ptr,
