@@ -14,7 +14,10 @@ import pytest
 import dash_portable
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = ("torch", "triton", "numpy", "flash_attn", "flashinfer", "aiter", "vllm_xpu_kernels")
+HEAVY = (
+    "torch", "triton", "numpy", "flash_attn", "flashinfer", "aiter", "vllm_xpu_kernels", "vllm",
+    "flash_attn_interface", "intel_extension_for_pytorch", "rich", "typer", "matplotlib",
+)  # fmt: skip
 
 
 def run(code: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +24,15 @@ def test_the_test_command_is_cis() -> None:
     commands = re.findall(r"```sh\n(.*?)\n```", README, re.S)
     assert len(commands) == 2
     assert commands[1] in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_same_script_runs_here() -> None:
+    script = ROOT / "examples" / "same_script.py"
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 def test_every_link_leads_somewhere() -> None:
