@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ci import docs
 from dash_portable import audit
 from dash_portable.audit.case import EVERYWHERE, Case, Launch
 from dash_portable.audit.targets import ALL_TARGETS, QUICK, TARGETS
@@ -210,3 +211,18 @@ def test_markdown_can_be_read_back():
 
 def test_json_round_trip():
     assert [audit.Row.from_json(row) for row in json.loads(audit.to_json(ROWS))] == ROWS
+
+
+def test_a_target_without_a_launch_row_is_no_stale_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "docs" / "kernels.md"
+    page.parent.mkdir()
+    page.write_text(audit.markdown(ROWS))  # says "-" of b on sm90, which no row compiles
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "audited", lambda targets, jobs: ROWS)
+    assert docs.stale_cells(["sm90", "gfx942"], 1) == ""
+    page.write_text(audit.markdown(ROWS).replace("30/20/0", "30/21/0"))
+    assert docs.stale_cells(["sm90", "gfx942"], 1) == (
+        "('a', 'sm90'): 30/21/0 on the page, 30/20/0 compiled"
+    )
