@@ -16,19 +16,10 @@ from dash_portable import cache as layout
 from dash_portable import reference
 from dash_portable.config import DashConfig
 from dash_portable.errors import found_needed
-from dash_portable.pages import IMAGE, angles, next_coordinates, next_page
+from dash_portable.pages import IMAGE, angles, next_coordinates, next_page, widest
 from dash_portable.step import Step, Trust
 
 _SCORES = 1 << 25  # scores of one chunk of rows, in elements
-
-
-def exact_dtype(device: torch.device) -> torch.dtype:
-    """What scores and summaries are summed in, before they are rounded to float32.
-
-    A matrix product's order of summation depends on its shape, and a row's selection must not
-    depend on what else is in the batch. In float64 the order leaves no trace in the rounded result.
-    """
-    return torch.float32 if device.type in ("xpu", "mps") else torch.float64
 
 
 class EagerLayer:
@@ -141,7 +132,9 @@ class EagerLayer:
         if bool((wanted > 0).any()):
             restricted = candidate & index.holds(wanted)
             candidate = torch.where(restricted.any(1, keepdim=True), restricted, candidate)
-        exact = exact_dtype(rows.device)
+        # A matrix product's order of summation depends on its shape, and a row's selection must not
+        # depend on what else is in the batch: in float64 the order leaves no trace once rounded.
+        exact = widest(rows.device)
         score = reference.block_scores(query.to(exact), index.summaries.to(exact), scale).float()
         return reference.select(score, candidate, position, config, floor)
 
@@ -316,7 +309,7 @@ class CacheView:
         """Summaries `[n, D]` made from the stored index keys, rounded to the cache's type."""
         tokens = first[:, None] + torch.arange(self.config.block, device=first.device)
         block, offset = self._at(seqs[:, None], tokens)
-        exact = exact_dtype(self.cache.device)
+        exact = widest(self.cache.device)  # as for scores, see `_select_rows`
         keys = self.aux[block, offset, : self.dim].to(exact)
         return reference.summarize(keys, head_cls.to(exact)).to(self.cache.dtype)
 

@@ -174,6 +174,11 @@ def frequencies(config: DashConfig, head_dim: int) -> list[float]:
     return [config.theta ** (-j / pairs) for j in range(pairs)]
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """The widest float type that a device computes in."""
+    return torch.float32 if device.type in ("xpu", "mps") else torch.float64
+
+
 def angles(
     tok: Tensor, page: Tensor, config: DashConfig, head_dim: int, dtype: torch.dtype
 ) -> Tensor:
@@ -183,7 +188,7 @@ def angles(
     float64 where the device has it: a token number of 10**5 times a float32 frequency is off by
     several thousandths of a radian.
     """
-    exact = torch.float32 if tok.device.type in ("xpu", "mps") else torch.float64
+    exact = widest(tok.device)
     frequency = torch.tensor(frequencies(config, head_dim), dtype=exact, device=tok.device)
     turning = tok.to(exact)[:, None] * frequency
     paged = (page % config.page_mod).to(exact)[:, None]
