@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import dataclass
 
-from dash_portable.backends.spec import Backend, Decision, Forced
+from dash_portable.backends.spec import Backend, Code, Decision, Forced, Rejection
 from dash_portable.errors import UnsupportedError
 from dash_portable.platform.facts import Platform
 from dash_portable.request import Request
+
+_WIDTH = 100  # of a line of names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,21 +56,49 @@ class Choice:
         raise UnsupportedError(self.refusal(), self)
 
     def refusal(self) -> str:
-        """Why nothing was chosen: request, platform, each backend's reasons, and the way out."""
+        """Why nothing was chosen: what is wrong with the forced one first, then request, platform,
+        each backend's reasons, and the way out.
+        """
         able = next((one.backend.name for one in self.decisions if one.ok), None)
         if self.forced is None:
             head, way_out = "no backend serves this request", "change what is asked or install one"
         else:
-            head = f"backend {self.forced.name!r} cannot serve this request"
+            head = f"backend {self.forced.name!r} cannot serve this request ({self.chosen_by})"
             way_out = f"{self.forced.undo} to let {able} run" if able else "no other backend can"
+        groups = self.declined()
+        own = [one for reasons, rows in groups if self._is_forced(rows[0]) for one in reasons]
+        # A family has rows for other machines too: theirs only where there is nothing else to say.
+        here = [one for one in own if one.code not in (Code.VENDOR, Code.ARCH)]
+        said = dict.fromkeys(str(one) for one in here or own)
+        head += f": {'; '.join(said)}" if said else ""
         return f"{head}\n{self}\n{way_out}"
+
+    def declined(self) -> list[tuple[tuple[Rejection, ...], list[Backend]]]:
+        """Who declines, together where the reasons are the same; the forced ones first."""
+        groups: dict[tuple[bool, tuple[Rejection, ...]], list[Backend]] = {}
+        for one in self.decisions:
+            if not one.ok:
+                key = (not self._is_forced(one.backend), one.rejections)
+                groups.setdefault(key, []).append(one.backend)
+        return [(key[1], groups[key]) for key in sorted(groups, key=lambda key: key[0])]
+
+    def _is_forced(self, backend: Backend) -> bool:
+        return self.forced is not None and backend.is_named(self.forced.name)
 
     def __str__(self) -> str:
         lines = [f"request   {self.request}", f"platform  {self.platform}"]
         lines += [f"note      {note}" for note in self.platform.notes]
-        width = max(len(one.backend.name) for one in self.decisions)
-        for one in self.decisions:
-            lines += _lines(one, width, self._mark(one))
+        able = [one for one in self.decisions if one.ok]
+        width = max((len(one.backend.name) for one in able), default=0)
+        for one in able:
+            remarks = "".join(f", {remark}" for remark in one.remarks)
+            lines.append(f"  {one.backend.name:{width}}  ok{self._mark(one.backend)}{remarks}")
+        for reasons, rows in self.declined():
+            names = ", ".join(row.name for row in rows) + f": rejected{self._mark(rows[0])}"
+            lines += textwrap.wrap(
+                names, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+            )
+            lines += [f"      {reason}" for reason in reasons]
         for stage in self.stages:
             lines.append(f"stage     {stage.name}: {self._runs(stage)}")
             for one in stage.decisions:
@@ -83,11 +114,11 @@ class Choice:
             f"{stage.backend.name} ({self.forced.name} attends, it has no {stage.name} of its own)"
         )
 
-    def _mark(self, one: Decision) -> str:
-        if self.forced and one.backend.is_named(self.forced.name):
-            chosen = "chosen, " if one.backend is self.backend else ""
+    def _mark(self, backend: Backend) -> str:
+        if self._is_forced(backend):
+            chosen = "chosen, " if backend is self.backend else ""
             return f" ({chosen}{self.chosen_by})"
-        return " (chosen)" if one.backend is self.backend else ""
+        return " (chosen)" if backend is self.backend else ""
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -107,10 +138,3 @@ class Choice:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
-
-
-def _lines(one: Decision, width: int, mark: str) -> list[str]:
-    answer = "ok" if one.ok else "rejected"
-    remarks = "".join(f", {remark}" for remark in one.remarks)
-    head = f"  {one.backend.name:{width}}  {answer}{mark}{remarks}"
-    return [head, *(f"      {rejection}" for rejection in one.rejections)]

@@ -86,13 +86,8 @@ def choice_table(choice: Choice, title: str = "", *, brief: bool = False) -> Tab
     made.add_column("answer")
     for heading in ("backend", "why"):
         made.add_column(heading, overflow="fold", ratio=1)
-    declined: dict[str, list[str]] = {}
     for one in choice.decisions:
         if not one.ok:
-            why = "\n".join(str(reason) for reason in one.rejections)
-            row = one.backend
-            name = row.families[-1] if brief and row.families else row.name
-            declined.setdefault(why, []).append(name)
             continue
         chosen = one.backend is choice.backend
         first = [choice.chosen_by] if chosen else []
@@ -102,7 +97,9 @@ def choice_table(choice: Choice, title: str = "", *, brief: bool = False) -> Tab
             escape("\n".join([*first, *one.remarks])),
             style="bold green" if chosen else "green",
         )
-    for why, names in declined.items():
+    for reasons, rows in choice.declined():
+        names = [row.families[-1] if brief and row.families else row.name for row in rows]
+        why = "\n".join(map(str, reasons))
         made.add_row("rejected", ", ".join(dict.fromkeys(names)), escape(why), style="dim")
     return made
 
