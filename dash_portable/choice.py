@@ -94,10 +94,9 @@ class Choice:
             remarks = "".join(f", {remark}" for remark in one.remarks)
             lines.append(f"  {one.backend.name:{width}}  ok{self._mark(one.backend)}{remarks}")
         for reasons, rows in self.declined():
-            names = ", ".join(row.name for row in rows) + f": rejected{self._mark(rows[0])}"
-            lines += textwrap.wrap(
-                names, _WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-            )
+            names = ", ".join(row.name for row in rows) + ": rejected"
+            lines += textwrap.wrap(names, _WIDTH, initial_indent="  ", subsequent_indent="  ")
+            lines[-1] += self._mark(rows[0])
             lines += [f"      {reason}" for reason in reasons]
         for stage in self.stages:
             lines.append(f"stage     {stage.name}: {self._runs(stage)}")
