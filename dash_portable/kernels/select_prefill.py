@@ -60,6 +60,58 @@ def _allowed(block, first, last, page, range_row, own: tl.constexpr):
 
 
 @triton.jit
+def _queries(query_ptr, i, ok, d, D: tl.constexpr):
+    """[TILE, DP]: index queries of rows i; zeros where not ok."""
+    return tl.load(
+        query_ptr + i.to(tl.int64)[:, None] * D + d[None, :],
+        mask=ok[:, None] & (d[None, :] < D),
+        other=0.0,
+    )
+
+
+@triton.jit
+def _keys(summary, block, ok, d, D: tl.constexpr):
+    """[DP, GROUPS]: summaries of one sequence's blocks; zeros where not ok."""
+    return tl.load(
+        summary + block[None, :] * D + d[:, None],
+        mask=ok[None, :] & (d[:, None] < D),
+        other=0.0,
+    )
+
+
+@triton.jit
+def _into_window(held, new):
+    """[R, W] the held keys with the better ones of new [R, N] in the place of the worst. Keys
+    differ, but EMPTY in new, which is worse than any held.
+    """
+    best = tl.max(new, 1)
+    worst = tl.min(held, 1)
+    while tl.max((best > worst).to(tl.int32), 0) > 0:
+        better = best > worst
+        held = tl.where((held == worst[:, None]) & better[:, None], best[:, None], held)
+        new = tl.where(new == best[:, None], EMPTY, new)
+        best = tl.max(new, 1)
+        worst = tl.min(held, 1)
+    return held
+
+
+@triton.jit
+def _end_rows(
+    best, i, live, pos, ids_ptr, bias_ptr, floor, inv_sigma, BLOCK: tl.constexpr,
+    TOPK: tl.constexpr, WINDOW: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Ids and biases of rows i [R] from their best keys [R, W]."""
+    w = tl.arange(0, W)
+    ids, bias = finish_selection(
+        best, tl.minimum(pos // BLOCK + 1, WINDOW), floor, inv_sigma, TOPK, WINDOW, W
+    )
+    out = i.to(tl.int64)[:, None] * TOPK + w[None, :]
+    out_ok = live[:, None] & (w[None, :] < TOPK)
+    tl.store(ids_ptr + out, ids, mask=out_ok)
+    tl.store(bias_ptr + out, bias, mask=out_ok)
+
+
+@triton.jit
 def select_tile_kernel(
     query_ptr,
     summary_ptr,
@@ -108,11 +160,7 @@ def select_tile_kernel(
         pos = tl.load(pos_ptr + i, mask=live, other=0)
         d = tl.arange(0, DP)
         n = tl.arange(0, GROUPS)
-        query = tl.load(
-            query_ptr + i.to(tl.int64)[:, None] * D + d[None, :],
-            mask=live[:, None] & (d[None, :] < D),
-            other=0.0,
-        )
+        query = _queries(query_ptr, i, live, d, D)
         summary = summary_ptr + seq.to(tl.int64) * stride_sr
         ranges = range_ptr + seq.to(tl.int64) * stride_rr
         final = tl.max(last, 0)
@@ -130,21 +178,13 @@ def select_tile_kernel(
         two_at = tl.zeros((TILE, GROUPS), tl.int32)
         for o in tl.range(begin, common, GROUPS, num_stages=STAGES):
             block = o + n
-            if D == DP:
-                key = tl.load(summary + block[None, :] * D + d[:, None])
-            else:
-                key = tl.load(
-                    summary + block[None, :] * D + d[:, None],
-                    mask=d[:, None] < D,
-                    other=0.0,
-                )
+            key = _keys(summary, block, n >= 0, d, D)
             raw = tl.dot(query, key, input_precision="ieee")
             score = raw * root * factor  # final_score while no clamp bites
             one, one_at, two, two_at, third = _keep_two(score, o, one, one_at, two, two_at, third)
         for o in tl.range(tl.maximum(begin, common), final + 1, GROUPS, num_stages=1):
             block = o + n
-            key_ok = (block[None, :] <= final) & (d[:, None] < D)
-            key = tl.load(summary + block[None, :] * D + d[:, None], mask=key_ok, other=0.0)
+            key = _keys(summary, block, block <= final, d, D)
             score = final_score(tl.dot(query, key, input_precision="ieee"), factor, D)
             ok = _allowed(block, first, last, page, ranges, False)
             if HAS_PAGES:  # noqa: SIM102 - a constant, no part of a condition on values
@@ -199,13 +239,7 @@ def select_tile_kernel(
             place = tl.atomic_add(redo_count_ptr + 1 + seq, many, sem="relaxed", mask=many > 0)
             place = tl.load(record + 5) + place + tl.cumsum(redo, 0) - redo
             tl.store(redo_ptr + place, i, mask=redo > 0)
-        ids, bias = finish_selection(
-            best, tl.minimum(pos // BLOCK + 1, WINDOW), floor, inv_sigma, TOPK, WINDOW, W
-        )
-        out = i.to(tl.int64)[:, None] * TOPK + w[None, :]
-        out_ok = live[:, None] & (w[None, :] < TOPK)
-        tl.store(ids_ptr + out, ids, mask=out_ok)
-        tl.store(bias_ptr + out, bias, mask=out_ok)
+        _end_rows(best, i, live, pos, ids_ptr, bias_ptr, floor, inv_sigma, BLOCK, TOPK, WINDOW, W)
 
 
 @triton.jit
@@ -257,11 +291,7 @@ def select_group_kernel(
         last = tl.load(last_ptr + i)
         page = tl.load(page_ptr + i)
         pos = tl.load(pos_ptr + i)
-        query = tl.load(
-            query_ptr + (same + i).to(tl.int64)[:, None] * D + d[None, :],
-            mask=d[None, :] < D,
-            other=0.0,
-        )
+        query = _queries(query_ptr, same + i, same == 0, d, D)
         summary = summary_ptr + seq * stride_sr
         ranges = range_ptr + seq * stride_rr
         for k in range(FEW):
@@ -271,8 +301,7 @@ def select_group_kernel(
                 for o in tl.range(group, last + 1, GROUPS * GROUPS, num_stages=1):
                     block = o + n * GROUPS
                     ok = (block >= first) & (block <= last)
-                    key_ok = ok[None, :] & (d[:, None] < D)
-                    key = tl.load(summary + block[None, :] * D + d[:, None], mask=key_ok, other=0.0)
+                    key = _keys(summary, block, ok, d, D)
                     raw = tl.dot(query, key, input_precision="ieee")
                     raw = tl.max(raw, 0, keep_dims=True)
                     if HAS_PAGES:
@@ -282,26 +311,13 @@ def select_group_kernel(
                         ok = ok & ((page <= 0) | ((low <= page) & (page <= high)))
                     new = pack_score(final_score(raw, factor, D), block[None, :])
                     new = tl.where(ok[None, :], new, EMPTY)
-                    best = tl.max(new, 1)
-                    worst = tl.min(held, 1)
-                    while tl.max((best > worst).to(tl.int32), 0) > 0:
-                        held = tl.where(held == worst[:, None], best[:, None], held)
-                        new = tl.where(new == best[:, None], EMPTY, new)
-                        best = tl.max(new, 1)
-                        worst = tl.min(held, 1)
+                    held = _into_window(held, new)
         held = best_of(tl.max(tl.where(held <= EMPTY + W, EMPTY, held), 0), W, W)
-        ids, bias = finish_selection(
-            tl.reshape(held, (1, W)),
-            tl.full((1,), 1, tl.int32) * tl.minimum(pos // BLOCK + 1, WINDOW),
-            floor,
-            inv_sigma,
-            TOPK,
-            WINDOW,
-            W,
-        )
-        out = i.to(tl.int64) * TOPK + w[None, :]
-        tl.store(ids_ptr + out, ids, mask=w[None, :] < TOPK)
-        tl.store(bias_ptr + out, bias, mask=w[None, :] < TOPK)
+        row = tl.full((1,), 0, tl.int32)
+        best = tl.reshape(held, (1, W))
+        _end_rows(
+            best, row + i, row == 0, row + pos, ids_ptr, bias_ptr, floor, inv_sigma, BLOCK, TOPK,
+            WINDOW, W)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -360,11 +376,7 @@ def select_redo_kernel(
         pos = tl.load(pos_ptr + i, mask=live, other=0)
         d = tl.arange(0, DP)
         n = tl.arange(0, GROUPS)
-        query = tl.load(
-            query_ptr + i.to(tl.int64)[:, None] * D + d[None, :],
-            mask=live[:, None] & (d[None, :] < D),
-            other=0.0,
-        )
+        query = _queries(query_ptr, i, live, d, D)
         summary = summary_ptr + seq.to(tl.int64) * stride_sr
         ranges = range_ptr + seq.to(tl.int64) * stride_rr
         final = tl.max(last, 0)
@@ -374,8 +386,7 @@ def select_redo_kernel(
             held = tl.where(w[None, :] < WINDOW, held, 0x7FFFFFFFFFFFFFFF)
         for o in range(tl.min(first, 0) // GROUPS * GROUPS, final + 1, GROUPS):
             block = o + n
-            key_ok = (block[None, :] <= final) & (d[:, None] < D)
-            key = tl.load(summary + block[None, :] * D + d[:, None], mask=key_ok, other=0.0)
+            key = _keys(summary, block, block <= final, d, D)
             score = final_score(tl.dot(query, key, input_precision="ieee"), factor, D)
             ok = _allowed(block, first, last, page, ranges, False)
             if HAS_PAGES:
@@ -384,28 +395,10 @@ def select_redo_kernel(
             new = tl.where(
                 ok, pack_score(score, tl.broadcast_to(block[None, :], (TILE, GROUPS))), EMPTY
             )
-            best = tl.max(new, 1)
-            worst = tl.min(held, 1)
-            while tl.max((best > worst).to(tl.int32), 0) > 0:
-                better = best > worst
-                held = tl.where((held == worst[:, None]) & better[:, None], best[:, None], held)
-                new = tl.where(new == best[:, None], EMPTY, new)
-                best = tl.max(new, 1)
-                worst = tl.min(held, 1)
+            held = _into_window(held, new)
         held = tl.where((held <= EMPTY + W) | (held == 0x7FFFFFFFFFFFFFFF), EMPTY, held)
-        ids, bias = finish_selection(
-            best_of_rows(held, W, W),
-            tl.minimum(pos // BLOCK + 1, WINDOW),
-            floor,
-            inv_sigma,
-            TOPK,
-            WINDOW,
-            W,
-        )
-        out = i.to(tl.int64)[:, None] * TOPK + w[None, :]
-        out_ok = live[:, None] & (w[None, :] < TOPK)
-        tl.store(ids_ptr + out, ids, mask=out_ok)
-        tl.store(bias_ptr + out, bias, mask=out_ok)
+        best = best_of_rows(held, W, W)
+        _end_rows(best, i, live, pos, ids_ptr, bias_ptr, floor, inv_sigma, BLOCK, TOPK, WINDOW, W)
 
 
 def select_shapes(num_rows, num_seqs):
