@@ -38,30 +38,24 @@ from dash_portable.kernels import launch
 from dash_portable.plan import DashStep
 from dash_portable.step import Step, row_positions
 from dash_portable.triton_layer import TritonLayer
-from dash_portable.triton_window import window_of
 
 D, BS, P = 128, 32, 64
 PAGE = 274  # a marker and 273 image tokens
 CONFIG = DashConfig(index_dim=D, scale=(60.0,), floor=(1e-4,))
 DEVICE = torch.device("cuda", 0)
 # Tile, splits of a row and warps of one program: at 32K with the store, at 128K alone.
-AHEAD, PIPED, NEAR = {"ahead": True}, {"stages": 3}, {"near": 32}
+AHEAD: dict[str, Any] = {"ahead": True}
 JOINT: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((64, 16, 8), {}), ((64, 16, 8), AHEAD), ((128, 8, 8), {}), ((64, 8, 4), {}),
     ((64, 8, 4), AHEAD), ((64, 16, 4), {}), ((128, 8, 4), {}), ((32, 16, 2), {}), ((64, 4, 4), {}),
     ((128, 4, 8), {}), ((256, 4, 8), {}),
 ]  # fmt: skip
-WINDOWED: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
-    ((64, 16, 8), NEAR), ((64, 8, 4), NEAR), ((64, 8, 4), {"near": 64}), ((64, 16, 4), NEAR),
-    ((32, 16, 2), NEAR), ((64, 4, 4), NEAR), ((128, 4, 8), {"near": 64}),
-]  # fmt: skip
 ALONE: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((64, 64, 8), {}), ((64, 64, 8), AHEAD), ((32, 64, 4), {}), ((64, 8, 4), {}),
-    ((64, 8, 4), PIPED), ((64, 16, 4), {}), ((128, 8, 8), {}), ((64, 2, 4), {}),
-    ((64, 2, 4), PIPED), ((64, 2, 4), AHEAD), ((64, 4, 4), {}), ((64, 4, 4), PIPED),
-    ((128, 4, 8), {}), ((128, 2, 8), PIPED), ((32, 4, 4), {}), ((64, 8, 4), {"ticket": False}),
+    ((64, 16, 4), {}), ((128, 8, 8), {}), ((64, 2, 4), {}), ((64, 2, 4), AHEAD), ((64, 4, 4), {}),
+    ((128, 4, 8), {}), ((32, 4, 4), {}), ((64, 8, 4), {"ticket": False}),
 ]  # fmt: skip
-CHECKED = [((64, 4, 4), PIPED), ((32, 8, 2), AHEAD), ((64, 4, 4), {"ticket": False})]
+CHECKED = [((32, 8, 2), AHEAD), ((64, 4, 4), {"ticket": False})]
 
 
 def select_rows(of: list[Any], rows: int) -> list[launch.SelectRow]:
@@ -176,13 +170,11 @@ class Case:
             launch.SELECT = {"*": (row,)}
         return TritonLayer(self.step)
 
-    def runner(
-        self, row: launch.AttendRow | None = None, *, dependent: bool = True, near: int = 0
-    ) -> Runner:
+    def runner(self, row: launch.AttendRow | None = None, *, dependent: bool = True) -> Runner:
         if row is not None:
             launch.ATTEND = {"*": (row,)}
         kept = launch.SELECT
-        launch.SELECT = {"*": (launch.SelectRow(dependent=dependent, near=near),)}
+        launch.SELECT = {"*": (launch.SelectRow(dependent=dependent),)}
         made = Runner(self.step)
         launch.SELECT = kept
         return made
@@ -250,19 +242,6 @@ def attended(case: Case, layer: TritonLayer, runner: Runner) -> Callable[[], obj
     return lambda: runner.run(query, case.cache, ids, bias, out)
 
 
-def after_window(case: Case, layer: TritonLayer, row: launch.AttendRow) -> Callable[[], object]:
-    """Attention to what the window leaves, again and again after one selection."""
-    runner = case.runner(row, near=32)
-    query, ids, bias = prepared(case, layer)()
-    out, window = torch.empty_like(query), window_of(case.step)
-
-    def call() -> None:
-        window.filled = True
-        runner.run(query, case.cache, ids, bias, out)
-
-    return call
-
-
 def whole(case: Case, layer: TritonLayer, runner: Runner) -> Callable[[], object]:
     out = torch.empty_like(case.inputs[0])
 
@@ -309,16 +288,6 @@ def check(lines: list[str]) -> None:
             error = (out.double() - exact).norm() / exact.norm()
             worst = max(worst, float(error))
         lines.append(f"      attention, {len(FEW)} rows: relative error {worst:.1e}")
-        if group == 1:
-            runner = case.runner(near=32)
-            again = case.layer(select_rows([((64, 4, 4), NEAR)], rows)[0])
-            out = torch.full_like(query, torch.nan)
-            for _ in range(2):
-                parts = prepared(case, again)()
-                runner.run(*parts[:1], case.cache, *parts[1:], out)
-            error = (out.double() - exact).norm() / exact.norm()
-            lines.append(f"      attention after the window: relative error {float(error):.1e}")
-            del runner
         bad = []
         for row in select_rows(CHECKED, rows):
             again = case.layer(row)
@@ -376,8 +345,8 @@ def short(row: launch.SelectRow | launch.AttendRow, rows: int = 1) -> str:
     end = "" if row.ticket else " 2 launches"
     if isinstance(row, launch.AttendRow):
         return f"split {row.split} warps {row.warps}{end}"
-    more = " ahead" if row.ahead else f" stages {row.stages}" if row.stages > 1 else ""
-    more += f" near {row.near}" if row.near else "" if row.heads == 16 else f" heads {row.heads}"
+    more = " ahead" if row.ahead else ""
+    more += "" if row.heads == 16 else f" heads {row.heads}"
     return f"tile {row.tile} split {row.programs // rows} warps {row.warps}{more}{end}"
 
 
@@ -444,35 +413,15 @@ def tune_layer(lines: list[str]) -> None:
             alone[row] = cold_us(part)
         lines.append(f"attend 32K N={case.rows}: {ranked(alone, 1, 12)}")
         TABLE.append(f"attend 32K N={case.rows:<3} {ranked(alone, 1, 3)}")
-        plain_rows = [row for row in sorted(joint, key=joint.__getitem__) if row.heads == 16]
         pairs = [
             (first, second)
-            for first in plain_rows[:2]
+            for first in sorted(joint, key=joint.__getitem__)[:2]
             for second in sorted(alone, key=alone.__getitem__)[:2]
-        ]
-        firsts = select_rows(WINDOWED, case.rows)
-        far, with_window = {}, {}
-        for first in firsts:
-            keep = case.runner(ATTENDS[0], near=first.near)
-            part = begun(prepared(case, case.layer(first)))
-            with_window[first] = cold_us(part)
-            del keep
-        for second in ATTENDS:
-            part = begun(after_window(case, case.layer(firsts[0]), second))
-            far[second] = cold_us(part)
-        lines.append(f"store+select+window 32K N={case.rows}: {ranked(with_window, case.rows, 11)}")
-        lines.append(f"attend after window 32K N={case.rows}: {ranked(far, 1, 12)}")
-        TABLE.append(f"with window 32K N={case.rows:<3} {ranked(with_window, case.rows, 3)}")
-        TABLE.append(f"after window 32K N={case.rows:<3} {ranked(far, 1, 3)}")
-        pairs += [
-            (first, second)
-            for first in sorted(with_window, key=with_window.__getitem__)[:2]
-            for second in sorted(far, key=far.__getitem__)[:2]
         ]
         both = {}
         for first, second in pairs:
             for dependent in (True, False) if first == pairs[0][0] else (True,):
-                runner = case.runner(second, dependent=dependent, near=first.near)
+                runner = case.runner(second, dependent=dependent)
                 call = begun(whole(case, case.layer(first), runner))
                 name = f"{short(first, case.rows)} + {short(second)}"
                 both[name + (" PDL" if dependent else " plain")] = cold_us(call)
@@ -529,12 +478,9 @@ def warm(index: int, of: int) -> None:
     work: list[tuple[Any, ...]] = [
         ("joint", row, 1 << 15, 10, 1) for row in select_rows(JOINT, four)
     ]
-    work += [("joint", row, 1 << 15, 10, 1) for row in select_rows(WINDOWED, four)]
     work += [("alone", row, 1 << 17, 2, 1) for row in select_rows(ALONE, four)]
     for group in (1, 4):
         work += [("joint", row, 1 << 13, 2, group) for row in select_rows(CHECKED, four)]
-        if group == 1:
-            work.append(("joint", select_rows([((64, 4, 4), NEAR)], four)[0], 1 << 13, 2, 1))
         work += [("alone", row, 1 << 13, 2, group) for row in select_rows(CHECKED, four)]
         work += [("attend", row, 1 << 13, 2, group) for row in FEW]
     work += [("attend", row, 1 << 15, 10, 1) for row in ATTENDS]
@@ -554,17 +500,11 @@ def _compile(kind: str, row: Any, context: int, heads: int, group: int) -> None:
     small = Case(4, 4096, pages=False, heads=heads, group=group)
     if kind == "attend":
         ids = torch.full((4, CONFIG.topk), -1, dtype=torch.int32, device=DEVICE)
-        for near in (0, 32) if group == 1 else (0,):
-            runner, query = small.runner(row, near=near), small.inputs[0]
-            window = window_of(small.step)
-            if window is not None:
-                window.filled = True
-            runner.run(query, small.cache, ids, ids.float(), torch.empty_like(query))
+        runner, query = small.runner(row), small.inputs[0]
+        runner.run(query, small.cache, ids, ids.float(), torch.empty_like(query))
         return
     small.step = replace(small.step, max_seq_len=context)
-    runner = small.runner(near=row.near)
     (prepared if kind == "joint" else selected)(small, small.layer(row))()
-    del runner
 
 
 def main() -> None:

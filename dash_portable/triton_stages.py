@@ -19,7 +19,6 @@ from .kernels.store import store_row_kernel
 from .kernels.store_tiles import store_coordinates_kernel, store_tile_kernel
 from .step import Step
 from .triton_side import Side
-from .triton_window import Window, window_of
 
 if TYPE_CHECKING:
     from .triton_layer import TritonLayer
@@ -67,7 +66,6 @@ class RowSelection:
         self._chunk = min(max(power_of_two(groups), 16), launch.CHUNK)
         self._two = several and not row.ticket  # a second launch ends the rows
         self._joint: Launch | None = None
-        self._window: Window | None = None
         self._select = (
             config.local_blocks,
             config.topk,
@@ -77,7 +75,6 @@ class RowSelection:
             self._chunk,
             row.ticket,
             row.ahead,
-            row.stages,
         )
         self._inverse_sigma = 1.0 / config.sigma
         self._dummy = layer._turns
@@ -164,28 +161,23 @@ class RowSelection:
             q, k, v, iq, ik, cache, head_cls, scale, floor,
             q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0), *cache.stride()[:3],
         )  # fmt: skip
-        if self._window is not None:
-            self._window.filled = True
         if self._two:
             self._merge(floor)
 
     def _join(self) -> Launch:
         layer, step, row = self._layer, self._step, self._row
-        window = self._window = window_of(step) if row.near else None
-        heads, parts = self._parts(row.heads if window is None else 1)
-        near = 0 if window is None else min(row.near, power_of_two(step.config.local))
+        heads, parts = self._parts(row.heads)
         pages = layer._pages
         return Launch(
             store_select_kernel,
             (self._split + parts + 1) * step.num_rows,
             (
                 *layer._sizes, *layer._blocks, layer._given, pages is not None, True,
-                *self._select, heads, parts, near, row.dependent,
+                *self._select, heads, parts, row.dependent,
             ),
             fixed=(
                 layer.query, layer.index_query, layer._turns, *self._common(), self._score,
                 self._group, self._ticket, layer.ids, layer.bias,
-                *((self._score, self._score) if window is None else (window.near, window.mass)),
                 step.num_rows, self._scores, self._inverse_sigma, step.block_table.stride(0),
                 0 if pages is None else pages.stride(0),
             ),

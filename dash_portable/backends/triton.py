@@ -16,7 +16,6 @@ from dash_portable.platform.detect import current_platform
 from dash_portable.step import Step
 from dash_portable.triton_layer import on_device
 from dash_portable.triton_stages import grouped_rows
-from dash_portable.triton_window import Window
 
 _BUDGET = 1 << 30  # bytes for the partial results of one chunk of a prefill step
 
@@ -25,39 +24,12 @@ class DecodeRunner:
     """Rows one by one, each split over its segments where there are few."""
 
     def __init__(self, step: Step, arch: str) -> None:
-        rows = step.num_rows
-        row = launch.attend_row(arch, rows * step.kv_heads, step.deterministic)
-        selecting = launch.select_row(arch, rows, step.max_blocks)
-        # Where splits may not depend on the batch, neither may what is attended to before.
-        wanted = selecting.near > 0 and step.group == 1 and not step.deterministic
-        self._window = Window(step) if wanted else None
-        self._whole = Attention(step, row, selecting.dependent, None)
-        self._far = None
-        if self._window is not None:
-            self._far = Attention(step, row, selecting.dependent, self._window)
-
-    def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
-        window, attention = self._window, self._whole
-        if window is not None and self._far is not None and window.filled:
-            window.filled = False
-            attention = self._far
-        attention(query, cache, ids, bias, out)
-
-    def refresh(self) -> None:
-        """Everything is read from the step's tensors by the kernel."""
-
-
-class Attention:
-    """The launches of decode attention: over everything, or over what a window leaves."""
-
-    def __init__(
-        self, step: Step, row: launch.AttendRow, dependent: bool, window: Window | None
-    ) -> None:
         config, rows, heads = step.config, step.num_rows, step.heads
         device, width = step.device, step.head_dim
         programs, dot = rows * step.kv_heads, step.group > 1
-        pieces = config.topk + (0 if window is not None else config.local_blocks)
-        split = min(row.split, power_of_two(pieces))
+        row = launch.attend_row(arch, programs, step.deterministic)
+        dependent = launch.select_row(arch, rows, step.max_blocks).dependent
+        split = min(row.split, power_of_two(config.topk + config.local_blocks))
         parts = (rows, heads, split) if split > 1 else (1, 1, 1)
         self._sum = torch.empty((*parts, width), dtype=torch.float32, device=device)
         self._mass = torch.empty((*parts, 2), dtype=torch.float32, device=device)
@@ -67,16 +39,12 @@ class Attention:
         # A matrix product takes no fewer than 16 keys: smaller blocks are padded.
         keys = max(power_of_two(config.block), 16) if dot else power_of_two(config.block)
         rest = (keys, config.local_blocks, config.topk, split)
-        near = (self._sum, self._mass) if window is None else (window.near, window.mass)
         self._attend = Launch(
             attend_decode_kernel,
             programs * split,
-            (
-                *sizes, *rest, max(power_of_two(step.group), 16), dot, row.ticket,
-                window is not None, dependent,
-            ),
+            (*sizes, *rest, max(power_of_two(step.group), 16), dot, row.ticket, dependent),
             fixed=(
-                step.row_pos, step.row_seq, step.block_table, self._sum, self._mass, ticket, *near,
+                step.row_pos, step.row_seq, step.block_table, self._sum, self._mass, ticket,
                 step.block_table.stride(0),
             ),
             warps=row.dot_warps if dot else row.warps,
@@ -88,12 +56,13 @@ class Attention:
                 attend_merge_kernel, rows * heads, (heads, width, padded, split), warps=row.warps
             )
 
-    def __call__(
-        self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
-    ) -> None:
+    def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         self._attend(query, cache, ids, bias, out, *cache.stride()[:3])
         if self._merge is not None:
             self._merge(self._sum, self._mass, out)
+
+    def refresh(self) -> None:
+        """Everything is read from the step's tensors by the kernel."""
 
 
 class PrefillRunner:

@@ -57,29 +57,25 @@ def _segment(
 @triton.jit(do_not_specialize=NUMBERS)
 def attend_decode_kernel(
     query_ptr, cache_ptr, ids_ptr, bias_ptr, out_ptr, stride_cb, stride_ch, stride_ct,
-    row_pos_ptr, row_seq_ptr, table_ptr, sum_ptr, mass_ptr, ticket_ptr, near_ptr, near_mass_ptr,
-    stride_table,
+    row_pos_ptr, row_seq_ptr, table_ptr, sum_ptr, mass_ptr, ticket_ptr, stride_table,
     H: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr,
     P: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, LOCAL: tl.constexpr, TOPK: tl.constexpr,
     SPLIT: tl.constexpr,
-    TILE_H: tl.constexpr, DOT: tl.constexpr, TICKET: tl.constexpr, NEAR: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE_H: tl.constexpr, DOT: tl.constexpr, TICKET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid SPLIT * H * N.
 
     query  [N, H * G, D] rotated; out the same. Padding rows (row_pos -1) give zeros
     sum    float32 [N, H * G, SPLIT, D], mass float32 [N, H * G, SPLIT, 2], ticket int32 [N, H],
            zero between launches
-    NEAR   the local window is attended to already, for groups of one query head: near float32
-           [N, H, D] and near_mass [N, H, 2], as in sum and mass. The first split begins with it
     DOT    the group's heads, padded to TILE_H, by matrix products; else one after another
     """
     s = tl.program_id(0) % SPLIT
     h = tl.program_id(0) // SPLIT % H
     n = (tl.program_id(0) // (SPLIT * H)).to(tl.int64)
     HQ: tl.constexpr = H * G
-    ALL: tl.constexpr = TOPK if NEAR else TOPK + LOCAL
+    ALL: tl.constexpr = TOPK + LOCAL
     PER: tl.constexpr = (ALL + SPLIT - 1) // SPLIT
     d = tl.arange(0, DP)
     d_ok = d < D
@@ -136,17 +132,9 @@ def attend_decode_kernel(
         for q in tl.static_range(G):
             at = (n * HQ + h * G + q) * D + d
             query = tl.load(query_ptr + at, mask=d_ok, other=0.0).to(tl.float32) * (D**-0.5 * LOG2E)
-            if NEAR:
-                near = n * H + h
-                one = tl.arange(0, 1)
-                first = (one == 0) & (s == 0)
-                top = tl.load(near_mass_ptr + near * 2 + one, mask=first, other=float("-inf"))
-                mass = tl.load(near_mass_ptr + near * 2 + 1 + one, mask=first, other=0.0)
-                total = tl.load(near_ptr + near * D + d, mask=d_ok & (s == 0), other=0.0)
-            else:
-                top = tl.full((1,), float("-inf"), tl.float32)
-                mass = tl.zeros((1,), tl.float32)
-                total = tl.zeros((DP,), tl.float32)
+            top = tl.full((1,), float("-inf"), tl.float32)
+            mass = tl.zeros((1,), tl.float32)
+            total = tl.zeros((DP,), tl.float32)
             for g in range(begin, stop):
                 token, ok, bias = _segment(g, n, p, lo, ids_ptr, bias_ptr, TOPK, BS, BT)
                 base = token_at(table_ptr, token, ok, stride_cb, stride_ct, P)

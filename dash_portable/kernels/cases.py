@@ -52,7 +52,7 @@ _INTS = [
     "used",
     "length",
 ]
-_FLOAT32_NAMES = ("bias", "score", "group", "sum", "mass", "near", "near_mass", "lse")
+_FLOAT32_NAMES = ("bias", "score", "group", "sum", "mass", "lse")
 _POINTERS = {f"{name}_ptr": "*i32" for name in _INTS} | {
     "slots_ptr": "*i64",
     "turn_ptr": "*i64",
@@ -132,12 +132,10 @@ def _select_rows(*, fused: bool) -> dict[str, tuple[Row, ...]]:
                 "CHUNK": min(groups, launch.CHUNK),
                 "TICKET": row.ticket,
                 "AHEAD": row.ahead,
-                "STAGES": row.stages,
             }
             if fused:
-                heads = 1 if row.near else min(row.heads, launch.power_of_two(H))
-                consts |= {"HEADS": heads, "PARTS": -(-H // heads), "NEAR": row.near}
-                consts["PDL"] = row.dependent
+                heads = min(row.heads, launch.power_of_two(H))
+                consts |= {"HEADS": heads, "PARTS": -(-H // heads), "PDL": row.dependent}
             found.append(Row(warps=row.warps, consts=consts, label=f"{count}x{blocks}"))
         table[arch] = tuple(found)
     return table
@@ -164,11 +162,10 @@ def _attend_rows(group: int) -> dict[str, tuple[Row, ...]]:
     for arch, rows in launch.ATTEND.items():
         selecting = launch.SELECT.get(arch, launch.SELECT[EVERYWHERE])
         dependent = any(row.dependent for row in selecting)
-        near = group == 1 and any(row.near for row in selecting)
         table[arch] = tuple(
             Row(
                 warps=row.dot_warps if group > 1 else row.warps,
-                consts={"SPLIT": row.split, "TICKET": row.ticket, "NEAR": near, "PDL": dependent},
+                consts={"SPLIT": row.split, "TICKET": row.ticket, "PDL": dependent},
                 options={"launch_pdl": True} if dependent else {},
                 label=f"{row.programs or 'any'}",
             )

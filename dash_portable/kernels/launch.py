@@ -32,10 +32,7 @@ class SelectRow(NamedTuple):
     programs  of one launch at most, spread over the rows: more rows, fewer splits
     ahead     summaries of a scan are asked for before the row's page is known, and of the next tile
               before this one's scores
-    stages    tiles of a scan that are asked for at once, by the compiler's pipeline; not with ahead
     heads     kv heads that one program of the joint launch stores: a power of two
-    near      tokens of the local window at once that the joint launch attends to, for groups of one
-              query head; 0: attention does that
     """
 
     rows: int | None = None
@@ -44,9 +41,7 @@ class SelectRow(NamedTuple):
     programs: int = 1024
     warps: int = 4
     ahead: bool = False
-    stages: int = 1
     heads: int = 16
-    near: int = 0
     ticket: bool = False
     dependent: bool = False
 

@@ -146,7 +146,6 @@ def select_row(
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Split s of row n. ROTATE: iq is not rotated yet and the row may not be stored yet: its
     coordinates come from before.
@@ -256,7 +255,7 @@ def select_row(
             if TICKET == 0:
                 tl.store(ticket_ptr + n * 2, 0)
         else:
-            for t in tl.range(s, tiles, SPLIT, num_stages=STAGES):
+            for t in tl.range(s, tiles, SPLIT, num_stages=1):
                 blk = first + t * TILE + i
                 b_ok = blk < first + count
                 more = blk + SPLIT * TILE
@@ -276,13 +275,10 @@ def select_row(
                     score = _scores(b_ok, k0, k1, q0, q1, factor, D)
                     k0, k1 = next0, next1
                 else:
-                    if STAGES > 1:
-                        at = token_at(table_ptr, blk * BS, b_ok, stride_cb, stride_ct, P)
                     k0, k1 = _summaries(
                         blk, b_ok, at, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb,
                         stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
-                    if STAGES == 1:
-                        at = token_at(table_ptr, more * BS, more_ok, stride_cb, stride_ct, P)
+                    at = token_at(table_ptr, more * BS, more_ok, stride_cb, stride_ct, P)
                     score = _scores(b_ok, k0, k1, q0, q1, factor, D)
                 tl.store(score_ptr + n * max_scores + t * TILE + i, score)
                 top = tl.max(tl.reshape(score, (TILE // GROUP, GROUP)), 1)
@@ -314,7 +310,6 @@ def select_decode_kernel(
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid SPLIT * N. Rows are stored and iq is rotated.
 
@@ -333,7 +328,7 @@ def select_decode_kernel(
         stride_ct,
         stride_table, stride_pages, H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, False,
         SIDE, LOCAL, TOPK,
-        WINDOW, TILE, SPLIT, CHUNK, TICKET, AHEAD, STAGES)  # fmt: skip
+        WINDOW, TILE, SPLIT, CHUNK, TICKET, AHEAD)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -358,7 +353,7 @@ def store_select_kernel(
     q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, cache_ptr, head_cls_ptr, scale, floor,
     stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch, stride_ct,
     query_ptr, index_ptr, turn_ptr, row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr,
-    pages_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, near_ptr, near_mass_ptr,
+    pages_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr,
     num_rows, max_scores, inv_sigma, stride_table, stride_pages,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
     BS: tl.constexpr,
@@ -366,13 +361,11 @@ def store_select_kernel(
     HEAD_CLS: tl.constexpr,
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr, NEAR: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, HEADS: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLIT + PARTS + 1) * N: both stages at once, from trusted summaries. The longer ones,
-    those that select, come first. NEAR: those that store also attend to the local window, which
-    waits for no selection.
+    those that select, come first.
 
     Selection rotates its own query and reads nothing that this launch writes: a block completed now
     is not remote yet, and coordinates and page starts come from earlier rows.
@@ -390,7 +383,7 @@ def store_select_kernel(
             stride_pages,
             H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, True, False, LOCAL, TOPK, WINDOW,
             TILE, SPLIT, CHUNK,
-            TICKET, AHEAD, STAGES)  # fmt: skip
+            TICKET, AHEAD)  # fmt: skip
     else:
         x -= SPLIT * num_rows
         store_row(
@@ -398,8 +391,8 @@ def store_select_kernel(
             index_ptr, cache_ptr,
             head_cls_ptr, turn_ptr,
             row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, row_pos_ptr,
-            near_ptr, near_mass_ptr, num_rows,
+            num_rows,
             stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch,
             stride_ct, stride_table,
             stride_pages, H, G, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE,
-            HEAD_CLS, HEADS, PARTS, False, LOCAL * BS, NEAR)  # fmt: skip
+            HEAD_CLS, HEADS, PARTS, False)  # fmt: skip

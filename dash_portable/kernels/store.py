@@ -8,7 +8,6 @@ import triton.language as tl
 
 from .primitives import (
     COUNT,
-    LOG2E,
     NUMBERS,
     RANGE,
     ROLE,
@@ -130,9 +129,7 @@ def _store_heads(
     P: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """kv heads x * HEADS and following, with their query heads. Returns what it stored of them, in
-    halves [HEADS, HP]: the group's last query head, key and value.
-    """
+    """kv heads x * HEADS and following, with their query heads."""
     half = tl.arange(0, HP)
     h_ok = half < D // 2
     dtype = cache_ptr.dtype.element_ty
@@ -160,65 +157,14 @@ def _store_heads(
             q0 = tl.load(q_at + g * D, mask=live, other=0.0)
             q1 = tl.load(q_at + g * D + D // 2, mask=live, other=0.0)
         low, high = rotated(q0, q1, cos, sin)
-        q0, q1 = low.to(query_ptr.dtype.element_ty), high.to(query_ptr.dtype.element_ty)
-        tl.store(query_at + g * D, q0, mask=both)
-        tl.store(query_at + g * D + D // 2, q1, mask=both)
+        tl.store(query_at + g * D, low.to(query_ptr.dtype.element_ty), mask=both)
+        tl.store(query_at + g * D + D // 2, high.to(query_ptr.dtype.element_ty), mask=both)
     low, high = rotated(k0, k1, cos, sin)
-    k0, k1, v0, v1 = low.to(dtype), high.to(dtype), v0.to(dtype), v1.to(dtype)
     to = cache_ptr + row_at + head_at(head, stride_ch)[:, None] + half[None, :]
-    tl.store(to, k0, mask=live)
-    tl.store(to + D // 2, k1, mask=live)
-    tl.store(to + D, v0, mask=live)
-    tl.store(to + D + D // 2, v1, mask=live)
-    return q0, q1, k0, k1, v0, v1
-
-
-@triton.jit
-def _attend_window(
-    n, h, p, ok, q0, q1, k0, k1, v0, v1, cache_ptr, table_ptr, near_ptr, near_mass_ptr, stride_cb,
-    stride_ch, stride_ct, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
-    TOKENS: tl.constexpr, NEAR: tl.constexpr,
-):  # fmt: skip
-    """Attention of kv head h's only query head over the window's TOKENS, NEAR at a time: of those
-    before from the cache, of the row's own, which this launch stores, from halves [HP].
-
-    near float32 [N, H, D], near_mass float32 [N, H, 2]: as `attend_decode_kernel` keeps a split
-    """
-    t = tl.arange(0, NEAR)
-    half = tl.arange(0, HP)
-    h_ok = half < D // 2
-    cache_ptr += head_at(h, stride_ch)
-    q0 = q0.to(tl.float32) * (D**-0.5 * LOG2E)
-    q1 = q1.to(tl.float32) * (D**-0.5 * LOG2E)
-    own = tl.sum(k0.to(tl.float32) * q0 + k1.to(tl.float32) * q1, 0)
-    top = tl.where(ok, own, float("-inf"))
-    mass = tl.where(ok, 1.0, 0.0)
-    sum0, sum1 = v0.to(tl.float32), v1.to(tl.float32)
-    lo = tl.maximum(p + 1 - TOKENS, 0)
-    for o in range(0, TOKENS, NEAR):
-        token = lo + o + t
-        t_ok = token < p
-        base = token_at(table_ptr, token, t_ok, stride_cb, stride_ct, P)
-        at = cache_ptr + base[:, None] + half[None, :]
-        both = t_ok[:, None] & h_ok[None, :]
-        key0 = tl.load(at, mask=both, other=0.0)
-        key1 = tl.load(at + D // 2, mask=both, other=0.0)
-        value0 = tl.load(at + D, mask=both, other=0.0)
-        value1 = tl.load(at + D + D // 2, mask=both, other=0.0)
-        score = key0.to(tl.float32) * q0[None, :] + key1.to(tl.float32) * q1[None, :]
-        score = tl.where(t_ok, tl.sum(score, 1), float("-inf"))
-        new = tl.maximum(top, tl.max(score, 0))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        fade, weight = tl.exp2(top - safe), tl.exp2(score - safe)
-        mass = mass * fade + tl.sum(weight, 0)
-        sum0 = sum0 * fade + tl.sum(weight[:, None] * value0.to(tl.float32), 0)
-        sum1 = sum1 * fade + tl.sum(weight[:, None] * value1.to(tl.float32), 0)
-        top = new
-    at = n * H + h
-    tl.store(near_ptr + at * D + half, sum0, mask=h_ok)
-    tl.store(near_ptr + at * D + D // 2 + half, sum1, mask=h_ok)
-    tl.store(near_mass_ptr + at * 2, top)
-    tl.store(near_mass_ptr + at * 2 + 1, mass)
+    tl.store(to, low.to(dtype), mask=live)
+    tl.store(to + D // 2, high.to(dtype), mask=live)
+    tl.store(to + D, v0.to(dtype), mask=live)
+    tl.store(to + D + D // 2, v1.to(dtype), mask=live)
 
 
 @triton.jit
@@ -321,18 +267,16 @@ def store_row(
     n, x, q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr, index_ptr, cache_ptr, head_cls_ptr,
     turn_ptr,
     row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, coords_ptr,
-    near_ptr, near_mass_ptr, num_rows,
+    num_rows,
     stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch, stride_ct,
     stride_table, stride_pages,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
     BS: tl.constexpr,
     BT: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr,
     HEAD_CLS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr,
-    TOKENS: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """Part x of row n, which is the only row of sequence n: HEADS kv heads with their query heads,
-    or (x = PARTS) the auxiliary row. KEEP: its coordinates too. NEAR: attend to the window of
-    TOKENS, for one kv head with one query head.
+    or (x = PARTS) the auxiliary row. KEEP: its coordinates too.
     """
     n = n.to(tl.int64)
     p = tl.load(row_pos_ptr + n)
@@ -343,17 +287,11 @@ def store_row(
     pages_ptr += n * stride_pages
     row_at = slot_at(slot, stride_cb, stride_ct, P)
     if x < PARTS:
-        q0, q1, k0, k1, v0, v1 = _store_heads(
+        _store_heads(
             n, x, p, ok, row_at, q_ptr, k_ptr, v_ptr, query_ptr, cache_ptr, aux_ptr, turn_ptr,
             roles_ptr, positions_ptr, table_ptr, pages_ptr, num_rows, stride_qn, stride_kn,
             stride_vn, stride_cb, stride_ch, stride_ct, H, G, D, HP, P, PAGE_MOD, POSITIONS,
             PAGE_TABLE, HEADS)  # fmt: skip
-        if NEAR:
-            _attend_window(
-                n, x, p, ok, tl.reshape(q0, (HP,)), tl.reshape(q1, (HP,)), tl.reshape(k0, (HP,)),
-                tl.reshape(k1, (HP,)), tl.reshape(v0, (HP,)), tl.reshape(v1, (HP,)), cache_ptr,
-                table_ptr, near_ptr, near_mass_ptr, stride_cb, stride_ch, stride_ct, H, D, HP, P,
-                TOKENS, NEAR)  # fmt: skip
     else:
         _store_auxiliary(
             n, p, ok, row_at, iq_ptr, ik_ptr, index_ptr, aux_ptr, head_cls_ptr, turn_ptr,
@@ -382,9 +320,8 @@ def store_row_kernel(
         n, x, q_ptr, k_ptr, v_ptr, iq_ptr, ik_ptr, query_ptr, index_ptr, cache_ptr, head_cls_ptr,
         turn_ptr,
         row_pos_ptr, slots_ptr, roles_ptr, positions_ptr, table_ptr, pages_ptr, coords_ptr,
-        row_pos_ptr, row_pos_ptr,
         num_rows,
         stride_qn, stride_kn, stride_vn, stride_iqn, stride_ikn, stride_cb, stride_ch, stride_ct,
         stride_table,
         stride_pages, H, G, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE,
-        HEAD_CLS, HEADS, PARTS, True, 0, 0)  # fmt: skip
+        HEAD_CLS, HEADS, PARTS, True)  # fmt: skip
