@@ -47,7 +47,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 @pytest.mark.usefixtures("installed")
 def test_it_is_explained() -> None:
     text = str(explanation.explain(platform="cpu"))
-    assert "  loops " in text
+    assert "  loops" in text
     wide = asked(dtype="float32", cache_dtype="float32")
     here = dispatch.platform_for("cpu", dispatch.table())
     refused = str(explanation.explain(wide, here, backend="loops"))
