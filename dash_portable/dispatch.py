@@ -267,13 +267,19 @@ def settle(
         facts = more
 
 
-def survey(request: Request, platform: Platform, backends: tuple[Backend, ...]) -> Choice:
+def survey(
+    request: Request,
+    platform: Platform,
+    backends: tuple[Backend, ...],
+    policy: Policy | None = None,
+) -> Choice:
     """The choice with every backend that could serve asked whether it imports, for `doctor`."""
     facts = _remembered(request, platform, backends)
     first = choose(request, platform, backends=backends, facts=facts)
     asked = [one.backend for one in (*first.decisions, *first.stages[0].decisions) if one.ok]
     imports = {row.entry: probe.import_outcome(row, platform).text for row in asked}
-    return choose(request, platform, backends=backends, facts=replace(facts, imports=imports))
+    facts = replace(facts, imports=imports)
+    return choose(request, platform, policy, backends=backends, facts=facts)
 
 
 def platform_for(device: Any, backends: tuple[Backend, ...]) -> Platform:
@@ -296,6 +302,11 @@ def forget() -> None:
     _table.cache_clear()
 
 
+def pretending(settings: env.Settings) -> str:
+    """Why nothing runs while the environment pretends a platform."""
+    return f"{settings.source('DASH_PORTABLE_PLATFORM')} is for reports: unset it to run an op"
+
+
 def choice_for(
     request: Request,
     device: Any = None,
@@ -311,8 +322,7 @@ def choice_for(
     """
     settings, backends = env.read(), table()
     if settings.platform is not None:
-        source = settings.source("DASH_PORTABLE_PLATFORM")
-        raise UnsupportedError(f"{source} is for reports: unset it to run an op")
+        raise UnsupportedError(pretending(settings))
     if settings.deterministic and not request.deterministic:
         request = replace(request, deterministic=True)
     policy = policy_of(

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from dash_portable.choice import Choice
 
 
+_FEW = 12  # words that can be read at a glance
+
+
 class DashError(Exception):
     """Everything this package raises on purpose."""
 
@@ -44,5 +47,8 @@ def unknown_word(name: str, found: str, valid: Iterable[str]) -> ArgumentError:
     words = sorted(valid)
     near = difflib.get_close_matches(found.lower(), [word.lower() for word in words], 1, 0.3)
     hint = [word for word in words if near and word.lower() == near[0]]
-    ending = f" (nearest: {hint[0]})" if hint else ""
-    return found_needed(name, repr(found), f"one of {' '.join(words)}{ending}")
+    nearest = f" (nearest: {hint[0]})" if hint else ""
+    listed = " ".join(words)
+    # Of a long list the nearest is what will be read.
+    needed = f"these{nearest}: {listed}" if len(words) > _FEW else f"{listed}{nearest}"
+    return found_needed(name, repr(found), f"one of {needed}")

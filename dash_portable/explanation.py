@@ -10,7 +10,7 @@ from typing import Any
 from dash_portable import env
 from dash_portable.backends import probe, records
 from dash_portable.choice import Choice
-from dash_portable.dispatch import platform_for, policy_of, settle, survey, table
+from dash_portable.dispatch import platform_for, policy_of, pretending, settle, survey, table
 from dash_portable.platform import detect
 from dash_portable.platform.detect import installed
 from dash_portable.platform.facts import Platform, pretended
@@ -48,6 +48,13 @@ def typical_requests(dtype: str = "bfloat16") -> tuple[Request, ...]:
     )
 
 
+def _as_set(asked: tuple[Request, ...], settings: env.Settings) -> tuple[Request, ...]:
+    """Requests as the environment asks of each."""
+    return tuple(
+        replace(one, deterministic=True) if settings.deterministic else one for one in asked
+    )
+
+
 def pretended_here(name: str) -> Platform:
     """A named platform with what is installed here; torch and Triton are taken to be there."""
     packages = {"torch": "", "triton": "", **dict(installed())}
@@ -60,11 +67,22 @@ def report(device: Any = None) -> dict[str, object]:
     """Everything `doctor` tells, ready for JSON: the machine, the settings, every backend.
 
     Each backend that could serve is imported; tracebacks of those that failed are included.
+    `refused` has a line for each thing that the environment insists on and this machine cannot do.
     Raises ArgumentError for a wrong environment.
     """
     settings, backends = env.read(), table()
     platform = platform_for(device, backends)
-    choices = [survey(one, platform, backends) for one in typical_requests()]
+    choices = [
+        survey(one, platform, backends, policy_of(one.phase, settings, backends))
+        for one in _as_set(typical_requests(), settings)
+    ]
+    refused = [
+        one.refusal().splitlines()[0]
+        for one in choices
+        if one.forced and not (one.backend and one.layer)
+    ]
+    if settings.platform is not None:
+        refused.append(pretending(settings))
     asked = {one.backend.name: one.backend for choice in choices for one in choice.decisions}
     traces = {name: probe.known_trace(row, platform) for name, row in asked.items()}
     return {
@@ -72,6 +90,7 @@ def report(device: Any = None) -> dict[str, object]:
         "platform": platform.to_dict(),
         "settings": dict(settings.sources),
         "records": str(records.path()),
+        "refused": list(dict.fromkeys(refused)),
         "choices": [choice.to_dict() for choice in choices],
         "tracebacks": {name: trace for name, trace in traces.items() if trace},
     }
@@ -99,9 +118,7 @@ def explain(
         platform = settings.platform or platform_for(None, backends)
     if isinstance(platform, str):
         platform = pretended_here(platform)
-    asked = typical_requests() if request is None else (request,)
-    if settings.deterministic:
-        asked = tuple(replace(one, deterministic=True) for one in asked)
+    asked = _as_set(typical_requests() if request is None else (request,), settings)
     return Explanation(
         choices=tuple(
             settle(

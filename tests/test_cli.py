@@ -129,6 +129,41 @@ def test_doctor_reports_a_wrong_environment_and_goes_on(
     assert "platform" in shown
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("BACKEND", "flash_attn3", "vendor: asked cpu, offers nvidia"),
+        ("BACKEND", "prefill=triton", "forced by DASH_PORTABLE_BACKEND=prefill=triton"),
+        ("PLATFORM", "gfx942", "unset it to run an op"),
+    ],
+)
+def test_doctor_begins_with_what_cannot_serve(
+    variable: str,
+    value: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(f"DASH_PORTABLE_{variable}", value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["doctor", "--no-self-test"]) == 2
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("refused ")
+    assert words in first
+    assert main(["doctor", "--no-self-test", "--json"]) == 2
+    assert words in json.loads(capsys.readouterr().out)["refused"][0]
+
+
+def test_doctor_shows_what_is_forced_and_can(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASH_PORTABLE_BACKEND", "eager")
+    assert main(["doctor", "--no-self-test", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["refused"] == []
+    assert [choice["chosen"] for choice in report["choices"]] == ["eager", "eager"]
+
+
 @pytest.mark.parametrize("arch", ["sm90", "gfx942", "bmg", "cpu", "gfx1100", "sm120"])
 def test_explain_knows_every_platform(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--platform", arch]) == 0

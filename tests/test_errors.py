@@ -41,6 +41,14 @@ def test_an_unknown_word_names_the_nearest(found: str, nearest: str | None) -> N
     assert (f"(nearest: {nearest})" in text) if nearest else ("nearest" not in text)
 
 
+def test_of_a_long_list_the_nearest_comes_first() -> None:
+    text = str(errors.unknown_word("backend", "row077", [f"row{i:02}" for i in range(40)]))
+    assert text.startswith(
+        "backend: found 'row077', needed one of these (nearest: row07): row00 row01"
+    )
+    assert text.endswith("row39")
+
+
 def test_an_unsupported_error_survives_pickling() -> None:
     copy = pickle.loads(pickle.dumps(errors.UnsupportedError("nobody")))
     assert str(copy) == "nobody"

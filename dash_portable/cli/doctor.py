@@ -22,7 +22,13 @@ def _gathered() -> dict[str, Any]:
     try:
         return report()
     except ArgumentError as error:
-        return {**detect.report(), "error": str(error), "choices": [], "tracebacks": {}}
+        return {
+            **detect.report(),
+            "error": str(error),
+            "choices": [],
+            "tracebacks": {},
+            "refused": [],
+        }
 
 
 def _able(platform: Platform, *, unverified: bool) -> list[Backend]:
@@ -73,7 +79,7 @@ def doctor(
     """Tell the machine's facts, every backend's reasons, and whether each computes right.
 
     A poor machine is no error. Status 1 when a backend computes wrongly, 2 when a variable of ours
-    holds something unknown.
+    holds something unknown or forces what cannot serve here; that is then the first line.
     """
     from dash_portable.cli.terminal import console, write_json
 
@@ -85,16 +91,22 @@ def doctor(
         write_json(report)
     else:
         _show(console(), report)
-    if "error" in report:
+    if "error" in report or report["refused"]:
         raise typer.Exit(2)
     if any(tests.values()):
         raise typer.Exit(1)
 
 
 def _show(out: Console, report: dict[str, Any]) -> None:
+    from rich.markup import escape
+
     from dash_portable.cli.terminal import facts
 
     platform = report["platform"]
+    if "error" in report:
+        out.print(f"[bold red]wrong environment[/]  {escape(report['error'])}", soft_wrap=True)
+    for line in report["refused"]:
+        out.print(f"refused  {line}", style="bold red", markup=False, soft_wrap=True)
     name = " ".join(str(platform[key]) for key in ("vendor", "arch", "device_name", "runtime"))
     rows = {"platform": " ".join(name.split()), "python": report["python"]}
     rows["system"] = report["system"]
@@ -113,8 +125,6 @@ def _show(out: Console, report: dict[str, Any]) -> None:
     if "records" in report:
         rows["records"] = report["records"]
     out.print(facts(rows))
-    if "error" in report:
-        out.print(f"\n[bold red]wrong environment[/]  {report['error']}")
     _show_backends(out, report)
     for backend, trace in report["tracebacks"].items():
         out.print(f"\n[bold]{backend}[/] failed to import:")
@@ -122,7 +132,7 @@ def _show(out: Console, report: dict[str, Any]) -> None:
 
 
 def _show_backends(out: Console, report: dict[str, Any]) -> None:
-    """One line a backend; those that decline for the same reason share one."""
+    """One line a backend; those that decline for the same reason are told together."""
     from rich.markup import escape
 
     from dash_portable.cli.terminal import table
@@ -151,12 +161,13 @@ def _show_backends(out: Console, report: dict[str, Any]) -> None:
         made.add_row(
             name, *cells, said, escape("\n".join([verdict] * bool(verdict) + why)), style=style
         )
-    for text, group in declined.items():
-        for i, name in enumerate(group):
-            made.add_row(
-                name, *["-"] * len(phases), "", escape(text if not i else "  the same"), style="dim"
-            )
     out.print()
     out.print(made)
+    refusing = table("cannot serve", "why", title="\nnot for this machine or these requests")
+    for text, group in declined.items():
+        refusing.add_row(", ".join(group), escape(text), style="dim")
+    if declined:
+        out.print(refusing)
+    out.print()
     stages = next(iter(phases.values()))["stages"]
     out.print("  ".join(f"{stage}: {found['chosen']}" for stage, found in stages.items()))
