@@ -47,7 +47,7 @@ VARIABLES = (
     ),
     Variable(
         name="DASH_PORTABLE_PLATFORM",
-        values="an arch such as sm90, gfx942, bmg, or cpu",
+        values="an arch or a card, such as sm90, gfx942, B580, or cpu",
         about="pretend this platform in reports; running an op under it raises",
     ),
     Variable(

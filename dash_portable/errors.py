@@ -42,13 +42,19 @@ def found_needed(name: str, found: object, needed: object) -> ArgumentError:
     return ArgumentError(f"{name}: found {found}, needed {needed}")
 
 
+def nearest(found: str, valid: Iterable[str], likeness: float = 0.3) -> str | None:
+    """The valid word that is most like what was found, if any is like it."""
+    words = {word.lower(): word for word in valid}
+    near = difflib.get_close_matches(found.lower(), words, 1, likeness)
+    return words[near[0]] if near else None
+
+
 def unknown_word(name: str, found: str, valid: Iterable[str]) -> ArgumentError:
     """The error for a word that is not in a list, with the nearest one that is."""
     words = sorted(valid)
-    near = difflib.get_close_matches(found.lower(), [word.lower() for word in words], 1, 0.3)
-    hint = [word for word in words if near and word.lower() == near[0]]
-    nearest = f" (nearest: {hint[0]})" if hint else ""
+    near = nearest(found, words)
+    hint = f" (nearest: {near})" if near else ""
     listed = " ".join(words)
     # Of a long list the nearest is what will be read.
-    needed = f"these{nearest}: {listed}" if len(words) > _FEW else f"{listed}{nearest}"
+    needed = f"these{hint}: {listed}" if len(words) > _FEW else f"{listed}{hint}"
     return found_needed(name, repr(found), f"one of {needed}")

@@ -60,7 +60,7 @@ def pretended_here(name: str) -> Platform:
     packages = {"torch": "", "triton": "", **dict(installed())}
     platform = pretended(name, tuple(packages.items()))
     note = "pretended: torch and triton are taken to be there, other packages as installed here"
-    return replace(platform, notes=(note,))
+    return replace(platform, notes=(*platform.notes, note))
 
 
 def report(device: Any = None) -> dict[str, object]:
@@ -107,7 +107,7 @@ def explain(
     """Which backend would attend and why not the others; never raises because none can.
 
     request    None: one typical request per phase
-    platform   a platform, an architecture's name to pretend (`gfx942`), or None: what
+    platform   a platform, an architecture or card to pretend (`gfx942`, `H200`), or None: what
                DASH_PORTABLE_PLATFORM pretends, else this process's own
 
     The other arguments are those of `choice_for`. `str()` gives tables, `.to_json()` the data.

@@ -15,7 +15,15 @@ import pytest
 
 from dash_portable.errors import ArgumentError
 from dash_portable.platform import detect
-from dash_portable.platform.facts import ARCHS, Platform, Vendor, parse_arch, pretended, tokens
+from dash_portable.platform.facts import (
+    ARCHS,
+    KNOWN,
+    Platform,
+    Vendor,
+    parse_arch,
+    pretended,
+    tokens,
+)
 from dash_portable.platform.quiet import Seen, intel_arch, look, uniform_arch
 
 
@@ -247,10 +255,59 @@ def test_with_no_device_the_variable_that_may_hide_them_is_named(name: str) -> N
     assert f"amd devices may be hidden by {name}=7" in found.notes
 
 
+@pytest.mark.parametrize(
+    ("name", "arch", "card"),
+    [
+        ("H200", "sm90", "H200"),
+        ("nvidia geforce rtx 4090", "sm89", "RTX 4090"),
+        ("L40S", "sm89", "L40S"),
+        ("AMD Instinct MI300X", "gfx942", "MI300X"),
+        ("mi325x", "gfx942", "MI325X"),
+        ("RX 7900 XTX", "gfx1100", "RX 7900 XTX"),
+        ("B580", "bmg", "Arc B580"),
+        ("Intel Data Center GPU Max 1550", "pvc", "Data Center GPU Max 1550"),
+        ("B300", "sm103", "B300"),
+    ],
+)
+def test_a_cards_name_means_its_arch(name: str, arch: str, card: str) -> None:
+    found = pretended(name)
+    assert (found.arch, found.device_name, found.notes) == (arch, card, ())
+
+
+def test_every_card_stands_once_and_is_found() -> None:
+    for arch in ARCHS:
+        for card in arch.cards:
+            token = pretended(card).arch
+            assert set(arch.cards) == set(KNOWN[token].cards), card
+            assert pretended(arch.token).device_name == arch.cards[0]
+
+
+@pytest.mark.parametrize("name", ["sm130", "gfx1300", "gfx9ff", "sm95"])
+def test_a_token_of_a_newer_card_is_taken_and_told(name: str) -> None:
+    found = pretended(name)
+    assert not found.known
+    assert f"unknown arch {name}" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("gfx9420", "gfx942"),
+        ("sm900", "sm90"),
+        ("gfx94x", "gfx942"),
+        ("h20o", "H20"),
+        ("sm9", "sm9"),
+    ],
+)
+def test_a_misspelt_platform_is_refused_with_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"platform: found '{name}', needed .*nearest: {near}"):
+        pretended(name)
+
+
 def test_a_future_arch_is_told() -> None:
     found = detect.platform_of(build(cuda=Room(amd("gfx1300")), hip="8.0"))
     assert (found.arch, found.family, found.known) == ("gfx1300", "unknown", False)
-    assert any("gfx1300 is newer than our table" in note for note in found.notes)
+    assert any("unknown arch gfx1300 (nearest known: gfx1" in note for note in found.notes)
 
 
 def test_the_current_device_counts_once_the_runtime_runs() -> None:
@@ -394,7 +451,9 @@ def test_every_known_arch_can_be_pretended() -> None:
 @pytest.mark.parametrize(("name", "nearest"), [("gtx942", "gfx942"), ("bgm", "bmg"), ("", None)])
 def test_an_unknown_platform_names_the_nearest(name: str, nearest: str | None) -> None:
     ending = rf"\(nearest: {nearest}\)" if nearest else ""
-    with pytest.raises(ArgumentError, match=f"platform: found '{name}', needed one of .*{ending}"):
+    with pytest.raises(
+        ArgumentError, match=f"platform: found '{name}', needed an arch or a card.*{ending}"
+    ):
         pretended(name)
 
 

@@ -61,7 +61,7 @@ def explain(
         typer.Option(help=f"What is needed besides: {', '.join(FEATURES)}. May be repeated."),
     ] = None,
     platform: Annotated[
-        str | None, typer.Option(help="Pretend this: sm90, gfx942, bmg, cpu, ...")
+        str | None, typer.Option(help="Pretend this arch or card: sm90, gfx942, B580, cpu, ...")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="As if this backend were forced.")] = None,
     disable: Annotated[

@@ -12,7 +12,14 @@ from typing import Any
 
 from dash_portable import env
 from dash_portable.errors import found_needed
-from dash_portable.platform.facts import DISTRIBUTIONS, KNOWN, Platform, Vendor, parse_arch
+from dash_portable.platform.facts import (
+    DISTRIBUTIONS,
+    KNOWN,
+    Platform,
+    Vendor,
+    parse_arch,
+    unknown_arch,
+)
 from dash_portable.platform.quiet import Seen, intel_arch, look, uniform_arch
 
 # torch's word for a vendor's devices. AMD answers to "cuda" too: only the build tells them apart.
@@ -159,7 +166,6 @@ def platform_of(
         vendor, version = candidate, getattr(torch.version, _BUILDS[candidate], None)
         runtime = f"{_BUILDS[vendor].upper()} {version or ''}".rstrip()
         break
-    newer = f"{arch} is newer than our table of architectures: settings are conservative"
     known = vendor is Vendor.CPU or arch in KNOWN
     return Platform(
         vendor=vendor,
@@ -171,7 +177,7 @@ def platform_of(
         notes=(
             *failed,
             *_notes(vendor, findings, seen, hidden or {}),
-            *(() if known else (newer,)),
+            *(() if known else (unknown_arch(vendor, arch),)),
         ),
     )
 
