@@ -30,6 +30,7 @@ from dash_portable import audit
 from dash_portable.backends import BACKENDS
 from dash_portable.backends.spec import Backend
 from dash_portable.env import VARIABLES
+from dash_portable.platform.facts import TRITON_FLOOR, TRITON_RUN, TRITONS
 from dash_portable.request import FEATURES, Request
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +57,24 @@ call wins over a variable.
 
 | variable | values | effect |
 |---|---|---|"""
+
+_ENVIRONMENT_TAIL = """
+## What is kept on this machine
+
+`records.json`, in `$XDG_CACHE_HOME/dash_portable/`, by default `~/.cache/dash_portable/` (where no
+home is to be found, a folder of the user's in the system's temporary one). `doctor` prints its
+place. It is plain JSON with two tables:
+
+* `verdicts`: what the self-test said of a backend, for one version of its library on one kind of
+  device; an empty text is a pass. A backend that nobody ran on an architecture is tested before it
+  is first chosen there, and then never again. Forcing a backend that failed is refused.
+* `measured`: this machine's own figures, written by `bench --record` alone. They decide the order
+  of backends here and win over ours.
+
+To clear it, delete the file: tests are then run again and our order stands. A file that cannot be
+read counts as empty, and one that cannot be written is kept in memory for the process; both are
+logged. Nothing else is written outside the folders that a command names. Triton and the vendors'
+libraries keep caches of compiled kernels of their own (`TRITON_CACHE_DIR`, `~/.triton`)."""
 
 _KERNELS_HEAD = """\
 # What the kernels need
@@ -110,6 +129,9 @@ def _package(backend: Backend) -> str:
     low, high = needed.versions
     limits = f" {low} and newer" if low else ""
     limits += f", below {high}" if high else ""
+    if needed.packages == TRITONS:
+        oldest, newest = TRITON_RUN
+        limits += f" (run by CI: {oldest} to {newest}, and {TRITON_FLOOR} in Intel's build)"
     return " or ".join(needed.packages) + limits if needed.packages else "-"
 
 
@@ -150,6 +172,7 @@ def backends() -> Pages:
 def environment() -> Pages:
     lines = [_ENVIRONMENT_HEAD]
     lines += [f"| `{row.name}` | {row.values} | {row.about} |" for row in VARIABLES]
+    lines.append(_ENVIRONMENT_TAIL)
     return {ROOT / "docs" / "environment.md": "\n".join(lines) + "\n"}
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from dash_portable.platform.facts import TRITON_FLOOR, TRITON_RUN
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -40,3 +43,12 @@ def test_every_link_leads_somewhere() -> None:
     for page in pages:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_tritons_range_is_what_ci_runs() -> None:
+    oldest, newest = TRITON_RUN
+    assert f"Triton {oldest} to {newest} ({TRITON_FLOOR} in Intel's build)" in README
+    lanes = json.loads((ROOT / "ci" / "vendors.json").read_text())["lanes"]
+    run = {lane["triton"] for lane in lanes if "triton" in lane and lane["check"] != "intel"}
+    assert {f"{oldest}.0", f"{newest}.0"} <= run
+    assert f'"triton>={oldest};' in (ROOT / "pyproject.toml").read_text()

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from dash_portable.backends.measured import FIGURES
 from dash_portable.backends.spec import Backend, Capability, Code, Rejection, Rule
-from dash_portable.platform.facts import TRITONS, Platform, Vendor, tokens
+from dash_portable.platform.facts import TRITON_FLOOR, TRITONS, Platform, Vendor, tokens
 from dash_portable.request import FEATURES, Request
 
 _NVIDIA, _AMD, _INTEL = (
@@ -30,7 +30,7 @@ _REPEATABLE = frozenset({"graph", "deterministic"})
 
 # Floors: torch's varlen and library calls of 2.8; Intel's build of Triton is one release behind.
 _TORCH = ("2.8", None)
-_TRITON = ("3.3", None)
+_TRITON = (TRITON_FLOOR, None)
 _FLASH2 = ("2.5", "3")
 _VLLM = ("vllm.vllm_flash_attn:flash_attn_varlen_func",)
 _TRITON_SYMBOLS = ("triton:jit", "triton.language:dot")
