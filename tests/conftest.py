@@ -25,6 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a GPU of any vendor")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--full"):
         return
@@ -53,6 +57,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        from tests.device import DEVICE
+
+        if DEVICE.type == "cpu":
+            pytest.skip("no GPU")
     for vendor in VENDORS:
         reason = missing(vendor) if item.get_closest_marker(vendor) else ""
         if reason:

@@ -1,8 +1,16 @@
-"""Where the tests of whole calls run: on an accelerator if there is one, else on the CPU."""
+"""Where the tests of whole calls run: on an accelerator if there is one, else on the CPU.
+
+TRITON_INTERPRET=1 keeps everything on the CPU: kernels are then Python, and compile nothing.
+"""
 
 from __future__ import annotations
 
+import os
+
 import torch
 
-DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = (
+    None if INTERPRETED else torch.accelerator.current_accelerator(check_available=True)
+) or torch.device("cpu")
 BACKENDS = ("EAGER", "SDPA") if DEVICE.type == "cpu" else ("TRITON",)
