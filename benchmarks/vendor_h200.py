@@ -2,11 +2,13 @@
 
     python benchmarks/vendor_h200.py --peer .peer                 FA2, FA3 from vLLM's bare modules
     PYTHONPATH=.site python benchmarks/vendor_h200.py flashinfer  only these libraries
+    python benchmarks/vendor_h200.py --gather                     only the gather, row by row
 
 Checks: decode and prefill, groups 1, 2 and 4, cache blocks of 16 to 128, head widths 64 and 128, a
 strided cache; NaN wherever nothing may be read. Then graph replay after the inputs changed in
 place. Times: medians of CUDA-graph replays in us, L2 warm, bf16, 10 heads of 128, cache blocks of
-32, 12 blocks and the window a row; "call" is the library alone, without gather and merge.
+32, 12 blocks and the window a row; "call" is the library alone, without gather and merge. Prefill:
+one prompt, every row chooses at random, as many passes as the way takes; the median of 5 runs.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import vllm_shim
+from benchmarks import tune_gather, vllm_shim
 from dash_portable.cache import CacheShape
 from dash_portable.config import DashConfig
 from dash_portable.self_test import Case, make_case
@@ -57,6 +59,8 @@ LIBRARIES: dict[str, dict[str, str]] = {
 }
 SHAPES = ((1, 32768), (8, 32768), (64, 32768), (256, 8192))  # rows, tokens of each sequence
 HEADS, WIDTH, PAGE = 10, 128, 32
+PROMPT = 8192
+DEVICE = torch.device("cuda")
 
 
 def narrow() -> Any:
@@ -176,41 +180,70 @@ def microseconds(run: Callable[[], object], repeats: int = 30, calls: int = 10) 
     return sorted(times)[len(times) // 2]
 
 
-def decode_step(rows: int, tokens: int) -> tuple[Step, tuple[torch.Tensor, ...]]:
-    """One new row for each of `rows` sequences of `tokens`: 12 random blocks, the nearest one with
-    them."""
-    device, config = torch.device("cuda"), DashConfig(index_dim=WIDTH, scale=(1.0,), floor=(1e-4,))
+def random_step(
+    rows: int, tokens: int, position: torch.Tensor, *, graph: bool
+) -> tuple[Step, tuple[torch.Tensor, ...]]:
+    """Rows at `position` [N] of `rows` sequences of `tokens` each: 12 random blocks of those that a
+    row may choose, the nearest one with them."""
+    device, config = DEVICE, DashConfig(index_dim=WIDTH, scale=(1.0,), floor=(1e-4,))
     maker = torch.Generator(device=device).manual_seed(0)
-    per = tokens // PAGE
+    per, count = tokens // PAGE, len(position)
     cache = torch.randn(
         rows * per, HEADS + 1, PAGE, 2 * WIDTH, device=device, generator=maker
     ).bfloat16()
     table = torch.randperm(rows * per, device=device, generator=maker).int().view(rows, per)
-    position, every = tokens - 7, torch.arange(rows, device=device)
-    remote = position // config.block - config.local_blocks
-    order = torch.rand(rows, remote, device=device, generator=maker).argsort(1)
-    ids = torch.cat((torch.full((rows, 1), remote, device=device), order[:, : config.topk - 1]), 1)
-    bias = torch.randn(rows, config.topk, device=device, generator=maker)
-    query = torch.randn(rows, HEADS, WIDTH, device=device, generator=maker).bfloat16()
+    remote = (position // config.block - config.local_blocks)[:, None]
+    order = torch.rand(count, per, device=device, generator=maker)
+    order = order.masked_fill(torch.arange(per, device=device) >= remote, 2.0).argsort(1)
+    ids = torch.cat((remote, order[:, : config.topk - 1]), 1)
+    taken = torch.arange(config.topk, device=device) < remote + 1
+    ids = torch.where(taken, ids, -1)
+    bias = torch.randn(count, config.topk, device=device, generator=maker).where(taken, 0.0)
+    query = torch.randn(count, HEADS, WIDTH, device=device, generator=maker).bfloat16()
+    new = count // rows
+    every = torch.arange(count, device=device)
     step = Step(
         config=config,
         cache_shape=CacheShape.of(cache, config),
         heads=HEADS,
         dtype=torch.bfloat16,
         device=device,
-        row_seq=every.int(),
-        row_pos=torch.full_like(every, position).int(),
+        row_seq=(every // new).int(),
+        row_pos=position.int(),
         slots=every,
-        roles=torch.zeros(rows, dtype=torch.int32, device=device),
+        roles=torch.zeros(count, dtype=torch.int32, device=device),
         positions=None,
-        query_start=torch.arange(rows + 1, device=device).int(),
-        seq_lens=torch.full_like(every, position + 1).int(),
+        query_start=torch.arange(0, count + 1, new, device=device).int(),
+        seq_lens=(position.view(rows, new)[:, -1] + 1).int(),
         block_table=table,
-        max_query_len=1,
+        max_query_len=new,
         max_seq_len=tokens,
-        graph=True,
+        query_lens=(new,) * rows,
+        graph=graph,
     )
     return step, (query, cache, ids.int(), bias, torch.empty_like(query))
+
+
+def decode_step(rows: int, tokens: int) -> tuple[Step, tuple[torch.Tensor, ...]]:
+    """One new row for each of `rows` sequences of `tokens`."""
+    position = torch.full((rows,), tokens - 7, device=DEVICE)
+    return random_step(rows, tokens, position, graph=True)
+
+
+def prefilled(path: str) -> float:
+    """Milliseconds of the whole attend of one prompt."""
+    position = torch.arange(PROMPT, device=DEVICE)
+    step, inputs = random_step(1, PROMPT, position, graph=False)
+    runner, times = runner_of(path)(step), []
+    for _ in range(6):  # the first one compiles
+        before = torch.cuda.Event(enable_timing=True)
+        after = torch.cuda.Event(enable_timing=True)
+        before.record()
+        runner.run(*inputs)
+        after.record()
+        torch.cuda.synchronize()
+        times.append(before.elapsed_time(after))
+    return sorted(times[1:])[2]
 
 
 def timed(path: str, rows: int, tokens: int) -> tuple[float, float | None]:
@@ -235,12 +268,18 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, default=Path(".peer"), help="folder of the modules")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-times", action="store_true")
+    parser.add_argument("--gather", action="store_true", help="only the gather's launch rows")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     generations = vllm_shim.install(options.peer) if options.peer.is_dir() else []
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}, {datetime.date.today()}, FA {generations}")
     print("command:", " ".join(sys.argv))
+    if options.gather:
+        here = {"torch", *(f"fa{number}" for number in generations)}
+        found = {name: one for name, one in tune_gather.LIBRARIES.items() if name in here}
+        tune_gather.tune(SHAPES, decode_step, microseconds, found)
+        return
     rows = {
         name: path
         for library in options.libraries or LIBRARIES
@@ -259,6 +298,8 @@ def main() -> None:
                     whole, call = timed(path, count, tokens)
                     figure[f"{count}x{tokens}"] = [round(whole, 1), call and round(call, 1)]
                     torch.cuda.empty_cache()
+                figure["prefill"] = round(prefilled(path), 3)
+                torch.cuda.empty_cache()
         except Exception as error:  # one library's failure is a line of the table
             figure["failed"] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
@@ -271,14 +312,15 @@ def main() -> None:
 
 def print_table(figures: dict[str, dict[str, object]]) -> None:
     columns = [f"{count}x{tokens}" for count, tokens in SHAPES]
-    print("\n| way | " + " | ".join(columns) + " | checks | graph |")
-    print("|---" * (len(columns) + 3) + "|")
+    print("\n| way | " + " | ".join(columns) + f" | prefill {PROMPT}, ms | checks | graph |")
+    print("|---" * (len(columns) + 4) + "|")
     for name, figure in figures.items():
         cells = []
         for column in columns:
             value = figure.get(column)
             whole, call = value if isinstance(value, list) else (None, None)
             cells.append("-" if whole is None else f"{whole}" + (f" ({call})" if call else ""))
+        cells.append(str(figure.get("prefill", "-")))
         told = [str(figure.get(key, figure.get("failed", "-"))) for key in ("checks", "graph")]
         print(f"| {name} | " + " | ".join([*cells, *told]) + " |")
 

@@ -67,6 +67,7 @@ def flash_attn_varlen_func(
     window_size: list[int] | None = None,
     block_table: Tensor | None = None,
     return_softmax_lse: bool = False,
+    out: Tensor | None = None,
     num_splits: int = 0,
     fa_version: int = 2,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -77,13 +78,13 @@ def flash_attn_varlen_func(
     if fa_version == 2:
         starts = torch.empty_like(cu_seqlens_q) if cu_seqlens_k is None else cu_seqlens_k
         got = torch.ops._vllm_fa2_C.varlen_fwd(
-            *(q, k, v, None, cu_seqlens_q, starts, seqused_k, None, block_table, None),
+            *(q, k, v, out, cu_seqlens_q, starts, seqused_k, None, block_table, None),
             *(max_seqlen_q, max_seqlen_k, 0.0, scale, False, causal, left, right, 0.0, False),
             *(num_splits, None),
         )
     else:
         got = torch.ops._vllm_fa3_C.fwd(
-            *(q, k, v, None, None, None, None, cu_seqlens_q, cu_seqlens_k, None, None, seqused_k),
+            *(q, k, v, None, None, None, out, cu_seqlens_q, cu_seqlens_k, None, None, seqused_k),
             *(max_seqlen_q, max_seqlen_k, block_table, None, None, None, None, None),
             *(None, None, None, scale, causal, left, right, 0.0, True, None, num_splits, None),
             *(0, None, 1, 0, None),

@@ -58,6 +58,7 @@ class Flash3(Library):
 
     title = "flash_attn 3"
     addressing = Addressing.PAGED
+    heads_first = True
 
     @classmethod
     def value_width_for(cls, width: int, head_dim: int) -> int:
@@ -131,6 +132,7 @@ class Copy(Library):
     """vLLM's copy; the generation is an argument of the call and 2 unless it is given."""
 
     generation: ClassVar[int]
+    heads_first = True
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -178,6 +180,12 @@ class Copy3(Copy):
     @classmethod
     def value_width_for(cls, width: int, head_dim: int) -> int:
         return narrow_values(width, head_dim)
+
+    def attend_into(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        if self.call.value_width == out.shape[-1]:
+            self.function(query, key, value, out=out, **self.keywords)
+        else:
+            super().attend_into(query, key, value, out)
 
 
 class Copy4(Copy):

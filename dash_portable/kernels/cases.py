@@ -73,6 +73,7 @@ _FLOATS = [
     "value",
     "out",
     "merged",
+    "wide",
 ]
 _NUMBERS = dict.fromkeys((*NUMBERS, "per_block"), "i32")
 _ODD_STRIDES = {
@@ -80,6 +81,10 @@ _ODD_STRIDES = {
     "stride_pages",
     "stride_given",
     "stride_ls",
+    "stride_kt",
+    "stride_kh",
+    "stride_vt",
+    "stride_vh",
 }  # no multiples of 16 in general
 _WIDE_TILES = dict.fromkeys(
     ("gfx1100", "gfx1151", "gfx1201"),
@@ -174,6 +179,19 @@ def _attend_rows(group: int) -> dict[str, tuple[Row, ...]]:
     return table
 
 
+def _gather_rows() -> dict[str, tuple[Row, ...]]:
+    return {
+        arch: (
+            Row(
+                warps=row.warps,
+                consts={"HEADS": row.heads, "QH": row.heads, "PARTS": -(-H // row.heads)}
+                | {"LAST": row.last, "EVICT": row.evict},
+            ),
+        )
+        for arch, row in gather.GATHER.items()
+    }
+
+
 def _cases() -> dict[str, Case]:
     given = {"POSITIONS": 1, "PAGE_TABLE": False}
     page = {"PAGE_MOD": 2}
@@ -240,8 +258,9 @@ def _cases() -> dict[str, Case]:
             f"gather_{dtype}": _case(
                 gather.gather_segments_kernel,
                 dtype,
-                {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK, "TAIL": 8} | block,
-                _warps(4),
+                {"H": H, "G": 1, "D": D, "DP": D, "P": P, "BS": BS, "LOCAL": LOCAL, "TOPK": TOPK}
+                | {"TAIL": 8, "WIDE": D + 8},
+                _gather_rows(),
             )._replace(may_spill=_FLOAT32 if dtype == "fp32" else {}),
             f"merge_{dtype}": _case(
                 merge.merge_segments_kernel,

@@ -6,16 +6,16 @@ import triton.language as tl
 
 @triton.jit
 def merge_segments_kernel(
-    out_ptr, lse_ptr, bias_ptr, merged_ptr, stride_on, stride_os, stride_oh, stride_ln, stride_ls,
-    stride_lh,
+    out_ptr, lse_ptr, used_ptr, bias_ptr, merged_ptr, stride_on, stride_os, stride_oh, stride_ln,
+    stride_ls, stride_lh,
     HQ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SEGMENTS: tl.constexpr, S: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
     """Grid N * HQ.
 
     out     [N, SEGMENTS, HQ, D]  normalised output of each segment
-    lse     float32 [N, SEGMENTS, HQ], natural logarithm; -inf: empty, no weight whatever its out
-            holds
+    lse     float32 [N, SEGMENTS, HQ], natural logarithm
+    used    int32 [N, SEGMENTS], keys of each segment; 0: no weight, whatever its out and lse hold
     bias    float32 [N, SEGMENTS - 1], added to all but the last segment's lse (BIAS)
     merged  [N, HQ, D] contiguous; zeros where every segment is empty. S is SEGMENTS padded to a
             power of two
@@ -24,12 +24,8 @@ def merge_segments_kernel(
     h = (tl.program_id(0) % HQ).to(tl.int64)
     s = tl.arange(0, S).to(tl.int64)
     d = tl.arange(0, DP)
-    lse = tl.load(
-        lse_ptr + n * stride_ln + s * stride_ls + h * stride_lh,
-        mask=s < SEGMENTS,
-        other=float("-inf"),
-    )
-    full = lse > float("-inf")
+    full = tl.load(used_ptr + n * SEGMENTS + s, mask=s < SEGMENTS, other=0) > 0
+    lse = tl.load(lse_ptr + n * stride_ln + s * stride_ls + h * stride_lh, mask=full, other=0.0)
     if BIAS:
         lse += tl.load(bias_ptr + n * (SEGMENTS - 1) + s, mask=s < SEGMENTS - 1, other=0.0)
     lse = tl.where(full, lse, float("-inf"))

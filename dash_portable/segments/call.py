@@ -82,6 +82,8 @@ class Library(ABC):
     widths            head widths it takes, ascending; empty: every multiple of 8
     takes_groups      it takes fewer kv heads than query heads
     addressing        of gathered segments that are shorter than their slots
+    heads_first       gathered keys and values of a head lie together in memory, which is one run
+                      for a kernel that works head by head; it must take such strides
     lse_layout, lse_base   of what `attend` returns
     """
 
@@ -89,6 +91,7 @@ class Library(ABC):
     widths: ClassVar[tuple[int, ...]] = ()
     takes_groups: ClassVar[bool] = True
     addressing: ClassVar[Addressing] = Addressing.CLOSED
+    heads_first: ClassVar[bool] = False
     lse_layout: Layout = "HN"
     lse_base: Base = "e"
 
@@ -100,6 +103,12 @@ class Library(ABC):
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """`query [B * queries, Hq, E]`, keys and values [keys, H, .] or pages [.., page, H, .]: out
         and its lse."""
+
+    def attend_into(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        """`attend` without its lse into `out` [B * queries, Hq, D]. A library that writes where it
+        is told may save the copy."""
+        got, _ = self.attend(query, key, value)
+        out.copy_(got[..., : out.shape[-1]])
 
     @classmethod
     def value_width_for(cls, width: int, head_dim: int) -> int:

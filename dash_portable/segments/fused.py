@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from dash_portable.platform.detect import current_platform
+from dash_portable.segments.gather import Room
+
 if TYPE_CHECKING:
+    from dash_portable.kernels.gather import GatherRow
     from dash_portable.step import Step
 
 _LOG = logging.getLogger("dash_portable")
-WARPS = 4
 
 
 @functools.cache
@@ -31,33 +34,61 @@ def available(device_type: str) -> bool:
 
 class Gather:
     """`gather_segments_kernel` over passes of `rows` rows: fixed slots, W a row, zeros where
-    unused."""
+    unused.
 
-    def __init__(self, step: Step, rows: int, *, tail: int) -> None:
-        from dash_portable.kernels.gather import gather_segments_kernel
+    tail    key columns behind the head that take the priors: one segment a row. 0: S + 1 segments
+    used    int32 [rows, S + 1]  live keys of each of S + 1 segments
+    length  where the same goes but at least 1, int32 [rows * (S + 1)]; None with `tail`
+    row     how it is launched; by default as the table has it for this arch
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        rows: int,
+        into: Room,
+        *,
+        tail: int = 0,
+        length: Tensor | None = None,
+        row: GatherRow | None = None,
+    ) -> None:
+        from dash_portable.kernels.gather import UNIT, gather_row, gather_segments_kernel
         from dash_portable.kernels.launch import Launch, power_of_two
 
         config, width = step.config, step.head_dim
+        row = row or gather_row(current_platform(step.device).arch)
+        heads = min(row.heads, power_of_two(step.kv_heads))
+        parts = -(-step.kv_heads // heads)
         consts = (
             step.kv_heads,
+            step.group,
             width,
             power_of_two(width),
             step.block_size,
             config.block,
-            power_of_two(config.block),
             config.local_blocks,
             config.topk,
             tail,
+            into.query.shape[-1],
+            heads,
+            power_of_two(heads * step.group),
+            parts,
+            row.last,
+            row.evict,
         )
-        grid = rows * (config.topk + config.local_blocks)
-        self.launch = Launch(gather_segments_kernel, grid, consts, warps=WARPS)
-        self.table_stride = step.block_table.stride(0)
+        grid = rows * (config.topk + config.local_blocks + 1) * parts
+        self.launch = Launch(gather_segments_kernel, grid, consts, warps=row.warps)
+        self.into = into
+        strides = (*into.key.stride()[:2], *into.value.stride()[:2])
+        assert not any(stride % UNIT.value for stride in strides)
+        self.strides = (step.block_table.stride(0), *(s // UNIT.value for s in strides))
         self.used = torch.zeros(rows, config.topk + 1, dtype=torch.int32, device=step.device)
+        self.length = self.used if length is None else length
 
     def __call__(
-        self, step: Step, part: slice, cache: Tensor, ids: Tensor, bias: Tensor, into: Any
-    ) -> Tensor:
-        """Fill `into.key` and `into.value` with rows `part`; live keys int32 [n, S + 1]."""
+        self, step: Step, part: slice, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor
+    ) -> None:
+        """Fill the room's queries, keys and values, and both counters, with rows `part`."""
         self.launch(
             cache,
             step.row_pos[part],
@@ -65,15 +96,15 @@ class Gather:
             step.block_table,
             ids,
             bias,
-            into.key,
-            into.value,
+            query,
+            self.into.key,
+            self.into.value,
+            self.into.query,
             self.used,
+            self.length,
             *cache.stride()[:3],
-            self.table_stride,
-            *into.key.stride()[:2],
-            *into.value.stride()[:2],
+            *self.strides,
         )
-        return self.used
 
 
 class Table:
@@ -136,11 +167,11 @@ class Merge:
     def __call__(self, out: Tensor, got: Tensor, lse: Tensor, used: Tensor, bias: Tensor) -> None:
         """got [n * (S + 1), Hq, .] and natural lse [Hq, n * (S + 1)] into out [n, Hq, D],
         contiguous."""
-        lse = lse.masked_fill((used == 0).view(1, -1), float("-inf"))
         segments = self.segments
         self.launch(
             got,
             lse,
+            used,
             bias,
             out,
             got.stride(0) * segments,

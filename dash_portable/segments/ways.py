@@ -106,6 +106,12 @@ class Way(ABC):
         mass = lse.reshape(-1, rows, segments).permute(1, 2, 0)
         out.copy_(merge_segments(parts, mass, bias, used))
 
+    def _keys(self, keys: int, heads: int, width: int) -> Tensor:
+        """Zeros [keys, heads, width], in the order of memory that the library reads fastest."""
+        if self.library.heads_first:
+            return self._zeros(heads, keys, width).transpose(0, 1)
+        return self._zeros(keys, heads, width)
+
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.step.dtype, device=self.step.device)
 
@@ -213,15 +219,15 @@ class OneSegment(Called):
         return max(n for n in (2, 4, 8) if n <= width - self.step.head_dim)
 
     def _room(self, rows: int) -> Room:
-        width, value_width = one_segment_widths(self.library, self.step.head_dim)
-        if self.fused:
-            self.gather = fused.Gather(self.step, rows, tail=self._tail())
+        keys, value_width = (rows * self.slots, self.step.kv_heads), self.call.value_width
         room = Room(
-            query=self._zeros(rows, self.step.heads, width),
-            key=self._zeros(rows * self.slots, self.step.kv_heads, width),
-            value=self._zeros(rows * self.slots, self.step.kv_heads, value_width),
+            query=self._zeros(rows, self.step.heads, self.call.width),
+            key=self._keys(*keys, self.call.width),
+            value=self._keys(*keys, value_width),
         )
         room.query[..., self.step.head_dim : self.step.head_dim + BIAS_COLUMNS] = 1.0
+        if self.fused:
+            self.gather = fused.Gather(self.step, rows, room, tail=self._tail())
         return room
 
     def _attend(
@@ -229,9 +235,7 @@ class OneSegment(Called):
     ) -> None:
         step, room = self.step, self.room
         if self.gather is not None:
-            live = (step.row_pos[part] >= 0)[:, None, None]
-            room.query[..., : step.head_dim] = torch.where(live, query, 0.0)
-            self.gather(step, part, cache, ids, bias, room)
+            self.gather(step, part, query, cache, ids, bias)
         else:
             gather_one_segment(
                 query,
@@ -244,8 +248,11 @@ class OneSegment(Called):
                 local=self.local,
                 into=room,
             )
-        got, _ = self._ask(room.key, room.value)
-        out.copy_(got[..., : out.shape[-1]])
+        if self.folded:
+            got, _ = self._ask(room.key, room.value)
+            out.copy_(got[..., : out.shape[-1]])
+        else:
+            self.planned.attend_into(room.query, room.key, room.value, out)
 
 
 class Segments(Called):
@@ -281,25 +288,24 @@ class Segments(Called):
         )
 
     def _room(self, rows: int) -> Room:
-        if self.fused and self.library.addressing is not Addressing.CLOSED:
-            self.gather = fused.Gather(self.step, rows, tail=0)
         keys = (rows * self.slots + 1, self.step.kv_heads, self._width())
-        return Room(
+        room = Room(
             query=self._zeros(rows * (self.kept + 1), self.step.heads, self._width()),
-            key=self._zeros(*keys),
-            value=self._zeros(*keys),
+            key=self._keys(*keys),
+            value=self._keys(*keys),
         )
+        if self.fused and self.call.length is not None:
+            self.gather = fused.Gather(self.step, rows, room, length=self.call.length)
+        return room
 
     def _attend(
         self, part: slice, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
     ) -> None:
-        rows, keys, step = len(out), len(out) * self.slots, self.step
+        keys, step = len(out) * self.slots, self.step
         room, call = self.room, self.call
         if self.gather is not None:
-            used = self.gather(step, part, cache, ids, bias, room)
-            room.query.view(rows, self.kept + 1, step.heads, -1)[..., : step.head_dim] = query[
-                :, None
-            ]
+            self.gather(step, part, query, cache, ids, bias)
+            used = self.gather.used
         else:
             where = self._spans(part, ids)
             used = where.length
@@ -317,8 +323,8 @@ class Segments(Called):
             )
             if starts is not None:
                 call.starts_k.copy_(starts)
-        if call.length is not None:
-            call.length.copy_(used.flatten().clamp(min=1))
+            if call.length is not None:
+                call.length.copy_(used.flatten().clamp(min=1))
         key, value = room.key[:keys], room.value[:keys]
         if call.table is not None:
             key = key.view(-1, call.page, *key.shape[1:])

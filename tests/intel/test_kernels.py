@@ -263,16 +263,23 @@ def test_merge_segments(cpu: Cpu, stem: Path):
     lse = np.zeros((3, segments, heads * 16), np.float32)[..., ::16]
     lse[...] = random.standard_normal(lse.shape)
     bias = random.standard_normal((3, segments - 1)).astype(np.float32)
-    lse[1, 3:7] = -np.inf
-    lse[2] = -np.inf
-    out[1, 3:7] = narrow(np.nan, module.dtype)  # an empty segment may hold anything
+    used = np.ones((3, segments), np.int32)
+    used[1, 3:7], used[2] = 0, 0
+    lse[used == 0] = np.inf  # an empty segment may hold anything
+    out[1, 3:7] = narrow(np.nan, module.dtype)
     merged = narrow(np.full((3, heads, dim), np.nan), module.dtype)
-    given = {"out_ptr": out, "lse_ptr": lse, "bias_ptr": bias, "merged_ptr": merged}
+    given = {
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "used_ptr": used,
+        "bias_ptr": bias,
+        "merged_ptr": merged,
+    }
     for name, array in (("o", out), ("l", lse)):
         for axis, step in zip("nsh", array.strides, strict=False):
             given[f"stride_{name}{axis}"] = step // array.itemsize
     cpu.launch(module, (3 * heads,), **given)
-    held = np.ascontiguousarray(lse.swapaxes(1, 2)) > -np.inf
+    held = np.broadcast_to((used > 0)[:, None], (3, heads, segments))
     logit = np.where(held, lse.swapaxes(1, 2), 0).astype(np.float64)
     logit += np.pad(bias, ((0, 0), (0, 1)))[:, None]
     exact = one_softmax(widen(out, module.dtype).swapaxes(1, 2), logit, held)
@@ -289,7 +296,10 @@ def test_gather_segments(cpu: Cpu, stem: Path):
     n, rule, cache, table = len(scene.rows), scene.rule, scene.cache(), scene.table()
     pieces = rule.topk + rule.local_blocks
     ids, bias = scene.selections()
-    width = rule.dim + 16  # two columns of bias, and what alignment asks for
+    width, copies = consts["WIDE"], 1 if consts["TAIL"] else rule.topk + 1
+    heads = scene.kv_heads * consts["G"]
+    query = narrow(np.random.default_rng(4).standard_normal((n, heads, rule.dim)), scene.dtype)
+    wide = narrow(np.full((n, copies, heads, width), np.nan), scene.dtype)
     key = narrow(np.full((n * pieces * rule.block, scene.kv_heads, width), np.nan), scene.dtype)
     value = narrow(np.full((*key.shape[:2], rule.dim), np.nan), scene.dtype)
     used = np.full((n, rule.topk + 1), 77, np.int32)
@@ -301,21 +311,33 @@ def test_gather_segments(cpu: Cpu, stem: Path):
         "table_ptr": table,
         "ids_ptr": ids,
         "bias_ptr": bias,
+        "query_ptr": query,
         "key_ptr": key,
         "value_ptr": value,
+        "wide_ptr": wide,
         "used_ptr": used,
+        "length_ptr": np.zeros_like(used),
         "stride_table": table.shape[1],
-        "stride_kt": scene.kv_heads * width,
-        "stride_kh": width,
-        "stride_vt": scene.kv_heads * rule.dim,
-        "stride_vh": rule.dim,
+        "stride_kt": scene.kv_heads * width // 8,
+        "stride_kh": width // 8,
+        "stride_vt": scene.kv_heads * rule.dim // 8,
+        "stride_vh": rule.dim // 8,
     }
-    cpu.launch(module, (n * pieces,), **given)
+    cpu.launch(module, (n * (pieces + 1) * consts["PARTS"],), **given)
+    live = np.array([seq is not None for seq in scene.rows])
+    np.testing.assert_array_equal(
+        widen(wide, scene.dtype)[..., : rule.dim],
+        np.broadcast_to(
+            np.where(live[:, None, None], widen(query, scene.dtype), 0)[:, None],
+            (n, copies, heads, rule.dim),
+        ),
+    )
     keys = widen(key, scene.dtype).reshape(n, pieces * rule.block, scene.kv_heads, width)
     values = widen(value, scene.dtype).reshape(n, pieces * rule.block, scene.kv_heads, rule.dim)
     for row, seq in enumerate(scene.rows):
         segments = [[]] * (rule.topk + 1) if seq is None else scene.tokens(seq, ids[row].tolist())
-        assert used[row].tolist() == [len(tokens) for tokens in segments]
+        if not consts["TAIL"]:
+            assert used[row].tolist() == [len(tokens) for tokens in segments]
         blank = np.ones(pieces * rule.block, bool)
         for segment, tokens in enumerate(segments):
             at = np.arange(len(tokens)) + segment * rule.block
