@@ -98,7 +98,9 @@ def exact(step: Step, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor) -
     return torch.cat(found)
 
 
-def errors(path: str, step: Step, inputs: tuple[Tensor, ...], wanted: Tensor) -> tuple[float, float]:
+def errors(
+    path: str, step: Step, inputs: tuple[Tensor, ...], wanted: Tensor
+) -> tuple[float, float]:
     """Largest and root mean square error."""
     query, cache, ids, bias = inputs
     out = torch.full_like(query, torch.nan)

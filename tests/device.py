@@ -13,4 +13,5 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = (
     None if INTERPRETED else torch.accelerator.current_accelerator(check_available=True)
 ) or torch.device("cpu")
-BACKENDS = ("EAGER", "SDPA") if DEVICE.type == "cpu" else ("TRITON",)
+COMPILED = DEVICE.type != "cpu"  # kernels are compiled: each kind of call costs seconds at first
+BACKENDS = ("TRITON",) if COMPILED or INTERPRETED else ("EAGER", "SDPA")

@@ -21,6 +21,7 @@ from tests import brute
 from tests.brute import IMAGE, MARKER, TEXT, UNDEFINED, Document
 from tests.device import BACKENDS, DEVICE
 from tests.golden import CASES, golden
+from tests.interpreter import kernels_serve
 from tests.paged import DTYPES, Paged, expected
 from tests.prompts import PROMPTS, document, random_answer, runs
 from tests.strategies import SMALL, cuts, documents
@@ -39,7 +40,8 @@ def one_thread_and_device() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.set_default_device(DEVICE)
-    yield
+    with kernels_serve():
+        yield
     torch.set_default_device(None)
     torch.set_num_threads(threads)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.jit import KernelInterface
 
 from dash_portable.cache import summary_at
 from dash_portable.kernels import attend_prefill, launch, launch_prefill
@@ -133,7 +134,7 @@ KINDS = _kinds()
 def launched(kind: Kind) -> Iterator[set[str]]:
     """The kernels that were launched while this was open, under the kind's launch rows."""
     seen: set[str] = set()
-    call = Launch.__call__
+    call, through = Launch.__call__, KernelInterface.__getitem__
     selecting, attending, prefill = (
         launch.select_row, launch.attend_row, launch_prefill.prefill_row,
     )  # fmt: skip
@@ -143,8 +144,13 @@ def launched(kind: Kind) -> Iterator[set[str]]:
         seen.add(named(self._kernel))
         call(self, *args)
 
+    def taken(self: Any, grid: Any) -> Any:
+        seen.add(named(self))
+        return through(self, grid)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", noted)
+        patch.setattr(KernelInterface, "__getitem__", taken)
         patch.setattr(launch, "select_row", lambda *a: selecting(*a)._replace(**changes[0]))
         patch.setattr(launch, "attend_row", lambda *a: attending(*a)._replace(**changes[1]))
         changed = lambda *a: prefill(*a)._replace(**changes[2])  # noqa: E731

@@ -65,7 +65,7 @@ _TINY = Shape(
     group=1,
     dtype=torch.bfloat16,
     block_size=32,
-    longest=1536,
+    longest=4352,
 )
 SHAPE = _TINY if INTERPRETED else _MODEL
 GROUPED = replace(SHAPE, kv_heads=2, group=4, dtype=torch.float16, block_size=16)
@@ -75,7 +75,7 @@ def prompts() -> list[list[int]]:
     """Roles of prompts with pages, without, and with many pages of one block."""
     page = 40 if INTERPRETED else 273
     pages = ([2] + [1] * page) * 3 + [0] * 20
-    text = [0] * (130 if INTERPRETED else 1500)
+    text = [0] * (330 if INTERPRETED else 6000)
     small = ([2] + [1] * 3 + [0] * 2) * (12 if INTERPRETED else 60) + [1] * 30 + [0] * 15
     front = [0] * 5 + [1] * 50 + ([2] + [0] * 9 + [1] * page) * 2 + [0] * 7
     return [pages, text, small, front]
@@ -146,7 +146,8 @@ class Served:
         order = self.random.permutation(self.num_blocks)
         self.blocks: list[Ints] = np.split(order, np.cumsum(need))[:-1]
         self.free = set(order[sum(need) :].tolist())
-        self.width = max(need) + 1  # of block tables
+        self.width = -(-shape.longest // shape.block_size)  # of block tables
+        assert max(need) < self.width
         made = torch.Generator(device=DEVICE).manual_seed(seed)
         total, heads, of = int(self.base[-1]), shape.heads, shape.width
 

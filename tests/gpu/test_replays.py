@@ -41,9 +41,7 @@ CASES = {
     "one row": Case(rooms=(1,)),
     "rows and padding": Case(rooms=(1,) * (3 if INTERPRETED else 12)),
     "rows with a page table": Case(rooms=(1,) * (2 if INTERPRETED else 12), paged=True),
-    "chunks and rows": Case(
-        rooms=(21, 1, 6) if INTERPRETED else (200, 1, 17, 64, 1), given=True
-    ),
+    "chunks and rows": Case(rooms=(21, 1, 6) if INTERPRETED else (200, 1, 17, 64, 1), given=True),
     "chunks with a page table": Case(
         rooms=(9, 1) if INTERPRETED else (200, 1, 17, 64, 1), given=True, paged=True
     ),
