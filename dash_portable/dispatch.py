@@ -23,7 +23,7 @@ from dash_portable.backends.spec import (
 )
 from dash_portable.choice import Choice, Stage
 from dash_portable.errors import BackendError, UnsupportedError, found_needed, unknown_word
-from dash_portable.platform.detect import current_platform, installed
+from dash_portable.platform.detect import current_platform, installed, is_capturing
 from dash_portable.platform.facts import DISTRIBUTIONS, Platform, Vendor
 from dash_portable.request import Request
 
@@ -204,7 +204,15 @@ def policy_of(
 
 
 def run_self_test(backend: Backend, platform: Platform) -> str:
-    """Test a backend on this machine against the oracle and remember it; "" is a pass."""
+    """Test a backend on this machine against the oracle and remember it; "" is a pass.
+
+    Raises BackendError while a graph is captured: the test would fail for that alone.
+    """
+    if is_capturing():
+        raise BackendError(
+            f"backend {backend.name!r}: found a graph being captured, needed a step planned before "
+            "it (a backend that nobody ran on this card is tested at its first choice)"
+        )
     try:
         test: Callable[[Backend, Platform], str] = probe.attribute(f"{_SELF_TEST}:run")
     except ModuleNotFoundError as error:
@@ -223,7 +231,7 @@ def _remembered(request: Request, platform: Platform, backends: tuple[Backend, .
     known = records.read()
     verdicts = {
         row.entry: known.verdicts.get(" ".join(probe.identity(row, platform)))
-        for row in backends
+        for row in (*backends, *SHARED)
         if row.self_test
     }
     return Facts(
@@ -240,13 +248,13 @@ def _more(choice: Choice, facts: Facts) -> Facts | None:
         if row is not None and row.entry not in facts.imports:
             text = probe.import_outcome(row, platform).text
             return replace(facts, imports={**facts.imports, row.entry: text})
-    row = choice.backend
-    if row is None or not row.self_test or choice.forced or row.entry in facts.self_tests:
-        return None
-    if probe.verified(row, platform):
-        return None
-    verdict = run_self_test(row, platform)
-    return replace(facts, self_tests={**facts.self_tests, row.entry: verdict})
+    for row in (choice.layer, choice.backend):
+        if row is None or not row.self_test or choice.forced or row.entry in facts.self_tests:
+            continue
+        if not probe.verified(row, platform):
+            verdict = run_self_test(row, platform)
+            return replace(facts, self_tests={**facts.self_tests, row.entry: verdict})
+    return None
 
 
 def settle(
@@ -362,6 +370,9 @@ def _announce(choice: Choice, log: str | None) -> None:
     remarks = next(one.remarks for one in choice.decisions if one.backend is backend)
     if backend.fallback and not choice.forced:
         warnings.warn(f"{backend.name} attends on a GPU, slowly\n{choice}", RuntimeWarning, 3)
+    elif choice.layer and choice.layer.fallback and not choice.forced:
+        text = f"{layer} stores and selects on a GPU, slowly"
+        warnings.warn(f"{text}\n{choice}", RuntimeWarning, 3)
     elif any(remark.startswith("not run by us") for remark in remarks):
         _LOG.warning("%s: %s", backend.name, ", ".join(remarks))
 

@@ -1,8 +1,9 @@
 """Does a backend answer right on this machine? A few rows through it, against the oracle in
 float64.
 
-Run by `doctor --self-test`, and once before a library that nobody has verified here is used: only
-running it shows that an argument was ignored, a base or a layout has changed, or a card is wrong.
+Run by `doctor --self-test`, and once before what nobody has verified here is used, a library's
+version or our own kernels on a new architecture: only running it shows that an argument was
+ignored, a base or a layout has changed, or that a card or a compiler is wrong.
 """
 
 from __future__ import annotations
@@ -163,19 +164,19 @@ TRIED: tuple[dict[str, Any], ...] = (
 def run(backend: Backend, platform: Platform, device: str | None = None) -> str:
     """Why a backend is not to be trusted on this machine, or "" when it agrees with the oracle.
 
-    `device` is torch's, the platform's current one by default. Running out of memory proves nothing
-    and propagates.
+    A shared layer stores and selects, any other row attends. `device` is torch's, the platform's
+    current one by default. Running out of memory proves nothing and propagates.
     """
+    place = device or platform.device_type
+    if hasattr(backend.load(), "select"):
+        return _run_layer(backend, place)
     offer = backend.capability
-    dtype = torch.bfloat16 if offer.dtypes is None or "bfloat16" in offer.dtypes else torch.float16
     widths = offer.head_dims or frozenset({128})
     head_dim = 128 if 128 in widths else max(widths)
     for tried in TRIED:
         if tried["phase"] not in offer.phases:
             continue
-        case = make_case(
-            **tried, dtype=dtype, head_dim=head_dim, device=device or platform.device_type
-        )
+        case = make_case(**tried, dtype=_dtype(backend), head_dim=head_dim, device=place)
         what = f"{tried['phase']} with {tried['group']} query heads a kv head"
         out = torch.full_like(case.query, NAN)
         try:
@@ -188,5 +189,29 @@ def run(backend: Backend, platform: Platform, device: str | None = None) -> str:
             return (
                 f"{what}: found an error of {case.error(out):.2g} against the oracle, "
                 f"needed at most {case.allowed():.2g}"
+            )
+    return ""
+
+
+def _dtype(backend: Backend) -> torch.dtype:
+    offered = backend.capability.dtypes
+    return torch.bfloat16 if offered is None or "bfloat16" in offered else torch.float16
+
+
+def _run_layer(backend: Backend, device: str) -> str:
+    from dash_portable.trial.shared import check_layer
+
+    layer: Any = backend.load()
+    try:
+        checks = check_layer(layer, torch.device(device), _dtype(backend))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler or a card may fail with anything
+        return f"store and select: {type(error).__name__}: {error}"
+    for check in checks:
+        if not check.ok:
+            return (
+                f"{check.name}: found an error of {check.error:.2g} against the oracle, "
+                f"needed at most {check.allowed:.2g}"
             )
     return ""

@@ -671,6 +671,50 @@ def test_a_failed_self_test_rejects_a_forced_library_too(library: FakeLibrary) -
     assert "self_test: asked fake_first:Runner to pass, offers wrong by 3e-1" in choice.refusal()
 
 
+def test_our_own_kernels_are_tested_where_nobody_ran_them() -> None:
+    """On a new arch and with another Triton, the layer that stores and selects as well."""
+    rows = [row for row in (*BACKENDS, *SHARED) if row.name == "triton"]
+    assert len(rows) == 2
+    run = {"torch": "2.11.0+cu130", "triton": "3.6.0"}
+    for row in rows:
+        assert row.self_test
+        assert probe.verified(row, replace(MACHINES["h200"], packages=tuple(run.items())))
+        newer = tuple({**run, "triton": "3.8.0"}.items())
+        assert not probe.verified(row, replace(MACHINES["h200"], packages=newer))
+        assert not probe.verified(row, MACHINES["mi300x"])
+
+
+def test_a_layer_that_stores_wrong_gives_way_with_a_warning(library: FakeLibrary) -> None:
+    tested = self_test(library, {"first": "stored: found an error of 3"})
+    shared = (library.row("first", self_test=True), library.row("plain", fallback=True))
+    library.monkeypatch.setattr(dispatch, "SHARED", shared)
+    real = dispatch.choose
+
+    def choose_among(*values: Any, **named: Any) -> Choice:
+        return real(*values, **{**named, "shared": shared})
+
+    library.monkeypatch.setattr(dispatch, "choose", choose_among)
+    rows = (library.row("attends"),)
+    library.monkeypatch.setattr(dispatch, "table", lambda: rows)
+    library.monkeypatch.setattr(dispatch, "platform_for", lambda device, rows: MACHINES["rx6900"])
+    library.monkeypatch.setattr(dispatch, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="plain stores and selects on a GPU, slowly"):
+        choice = dispatch.choice_for(asked(), "cuda:0")
+    assert tested == ["first"]
+    assert choice.layer is shared[1]
+    assert "first self_test: asked fake_first:Runner to pass" in str(choice)
+
+
+def test_nothing_is_tested_while_a_graph_is_captured(library: FakeLibrary) -> None:
+    torch = pytest.importorskip("torch")
+    library.monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    library.monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    row = library.row("first", self_test=True)
+    with pytest.raises(BackendError, match="'first': found a graph being captured, needed a step"):
+        dispatch.run_self_test(row, MACHINES["mi300x"])
+    assert records.read().verdicts == {}
+
+
 def test_without_a_self_test_an_unknown_library_is_not_chosen(library: FakeLibrary) -> None:
     library.monkeypatch.setitem(sys.modules, "dash_portable.self_test", None)
     rows = (library.row("first", self_test=True), library.row("second"))
@@ -780,6 +824,7 @@ def test_one_threads_choice_does_not_reach_another(served: FakeLibrary) -> None:
 
 
 def test_the_last_resort_on_a_gpu_warns_once_with_the_reasons(library: FakeLibrary) -> None:
+    self_test(library, {})
     rows = (library.row("slow", fallback=True),)
     library.monkeypatch.setattr(dispatch, "table", lambda: rows)
     library.monkeypatch.setattr(dispatch, "platform_for", lambda device, rows: MACHINES["rx6900"])

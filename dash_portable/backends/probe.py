@@ -6,6 +6,7 @@ library version on one device.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import sys
@@ -76,11 +77,20 @@ def try_import(backend: Backend, platform: Platform) -> Outcome:
 _imports: dict[tuple[object, ...], Outcome] = {}
 
 
+@functools.cache
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("dash-portable")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def identity(backend: Backend, platform: Platform) -> tuple[str, ...]:
-    """What an answer is about: the row, its library's version, the device."""
+    """What an answer is about: the row, our version and its library's, the device."""
     versions = [f"{name} {platform.version(name)}" for name in backend.capability.packages]
     present = [text for text in versions if not text.endswith(" None")]
-    return (backend.name, backend.entry, *present, platform.arch, platform.runtime)
+    ours = f"dash-portable {_own_version()}"
+    return (backend.name, backend.entry, ours, *present, platform.arch, platform.runtime)
 
 
 def verified(backend: Backend, platform: Platform) -> bool:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from dash_portable.platform.facts import Platform
 
 
+LAYER = "store and select"  # under which the shared layer's self-test is told
+
+
 def _gathered() -> dict[str, Any]:
     """The package's report; in a wrong environment, the machine's facts and what is wrong."""
     from dash_portable.errors import ArgumentError
@@ -31,11 +34,11 @@ def _gathered() -> dict[str, Any]:
         }
 
 
-def _able(platform: Platform, *, unverified: bool) -> list[Backend]:
-    """Backends that can serve a typical request here, and so can be tried.
+def _able(platform: Platform, *, unverified: bool) -> dict[str, Backend]:
+    """Backends that can serve a typical request here, and so can be tried; the shared layer too.
 
     A library that was never verified here may compile for minutes at its first call, so it is
-    only among them if asked for.
+    only among them if it would be chosen, which tests it anyway, or if asked for.
     """
     from dash_portable.backends import probe, records
     from dash_portable.dispatch import survey, table
@@ -43,12 +46,16 @@ def _able(platform: Platform, *, unverified: bool) -> list[Backend]:
 
     found: dict[str, Backend] = {}
     for request in typical_requests():
-        for one in survey(request, platform, table()).decisions:
+        choice = survey(request, platform, table())
+        for one in choice.decisions:
             row = one.backend
             known = records.verdict(probe.identity(row, platform)) is not None
-            if one.ok and (unverified or known or not row.self_test):
+            easy = known or not row.self_test or row is choice.backend
+            if one.ok and (unverified or easy):
                 found[row.name] = row
-    return list(found.values())
+        if choice.layer is not None and choice.layer.self_test:
+            found[LAYER] = choice.layer
+    return found
 
 
 def _tested(*, unverified: bool) -> dict[str, str]:
@@ -59,8 +66,8 @@ def _tested(*, unverified: bool) -> dict[str, str]:
     platform = platform_for(None, table())
     rows, verdicts = _able(platform, unverified=unverified), dict[str, str]()
     with progress() as bar:
-        for row in bar.track(rows, description="self-test"):
-            verdicts[row.name] = run_self_test(row, platform)
+        for name, row in bar.track(rows.items(), description="self-test"):
+            verdicts[name] = run_self_test(row, platform)
     return verdicts
 
 
@@ -170,4 +177,7 @@ def _show_backends(out: Console, report: dict[str, Any]) -> None:
         out.print(refusing)
     out.print()
     stages = next(iter(phases.values()))["stages"]
-    out.print("  ".join(f"{stage}: {found['chosen']}" for stage, found in stages.items()))
+    line = "  ".join(f"{stage}: {found['chosen']}" for stage, found in stages.items())
+    verdict = report["self_tests"].get(LAYER)
+    said = "" if verdict is None else f"  self-test FAILED: {verdict}" if verdict else "  passed"
+    out.print(f"{line}{said}", style="bold red" if verdict else None, markup=False)

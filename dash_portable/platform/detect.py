@@ -259,6 +259,14 @@ def _current(torch: Any, named: tuple[str, int] | None) -> tuple[str, int] | Non
     return named
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA or HIP graph is being captured on the current stream."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
 def report(device: Any = None) -> dict[str, object]:
     """The machine's facts for `doctor`, ready for JSON: platform, probes, GPUs seen, variables."""
     current = current_platform(device)

@@ -97,12 +97,12 @@ class Oracle:
         """Hold rows `[n]` (int64, on the host) of a step of one sequence to the oracle."""
         token = step.row_pos[rows.to(step.device)].long()
         return [
-            self._rotation(inputs, ran, rows, token),
-            self._selection(layer, ran, rows, token),
+            self.rotation(inputs, ran, rows, token),
+            self.selection(layer, ran, rows, token),
             self._attention(layer, ran, rows, token),
         ]
 
-    def _rotation(self, inputs: LayerInputs, ran: Ran, rows: Tensor, token: Tensor) -> Check:
+    def rotation(self, inputs: LayerInputs, ran: Ran, rows: Tensor, token: Tensor) -> Check:
         """Rotated queries: off by a rounding of the result, and one of an angle of up to a turn."""
         at = self.coordinates[token.cpu()]
         error, largest = 0.0, 0.0
@@ -116,7 +116,7 @@ class Oracle:
         allowed = (torch.finfo(self.feed.dtype).eps + turn) * largest
         return Check(name="rotation", rows=len(rows), error=error, allowed=allowed)
 
-    def _selection(self, layer: int, ran: Ran, rows: Tensor, token: Tensor) -> Check:
+    def selection(self, layer: int, ran: Ran, rows: Tensor, token: Tensor) -> Check:
         """Chosen blocks from the stored summaries: equal wherever the choice is not a near tie.
 
         A choice may differ where the scores of the last block in and the first one out are nearer
