@@ -24,9 +24,11 @@ from dash_portable.checks import (
     on_host,
 )
 from dash_portable.config import DashConfig
+from dash_portable.describe import describe, trust_of
 from dash_portable.errors import found_needed
+from dash_portable.layer_form import LayerForm, layer_numbers
 from dash_portable.pages import check_roles, prompt_positions
-from dash_portable.plan import DashStep, check_inputs, describe, layer_numbers, trust_of
+from dash_portable.plan import DashStep
 from dash_portable.request import Request
 from dash_portable.segments.given import attend_given
 from dash_portable.serve import dtype_name, shared_layer
@@ -114,7 +116,7 @@ def cache_dash_prefill(
     )
     # The shared layer rotates queries too; here the keys stand in for them and the result is
     # dropped.
-    check_inputs(step, k, k, v, ik, ik, head_cls, cache)
+    LayerForm.of(step).check(k, k, v, ik, ik, head_cls, cache)
     shared_layer(step).store(k, k, v, ik, ik, cache, head_cls)
 
 

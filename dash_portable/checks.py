@@ -109,12 +109,16 @@ def _unfit(
     return found_needed(name, f"device {value.device}", f"{device}, where the others are")
 
 
-def fits(value: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+def fits(
+    value: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> bool:
     """What `check_tensor` asks, quickly and without saying what is wrong: for a layer's run."""
     return (
-        is_tensor(value)
+        isinstance(value, Tensor)
+        and value.dtype in dtypes
+        and value.layout is torch.strided
+        and not value.is_nested
         and value.shape == shape
-        and value.dtype is dtype
         and value.device == device
     )
 
@@ -148,13 +152,14 @@ def host_lengths(
         return value.tolist() if on_host(value) else None
     if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
         raise found_needed(name, repr(value), "a list of integers or a tensor [R]")
-    lengths = []
+    lengths = list[int]()
     for i, length in enumerate(value):
         try:
-            whole = operator.index(length)
+            lengths.append(operator.index(length))
         except TypeError:
             raise found_needed(f"{name}[{i}]", repr(length), "an integer") from None
-        lengths.append(min(max(whole, -_INT64), _INT64 - 1))
+    if lengths and not (min(lengths) >= -_INT64 and max(lengths) < _INT64):
+        lengths = [min(max(length, -_INT64), _INT64 - 1) for length in lengths]
     return lengths
 
 

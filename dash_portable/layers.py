@@ -9,7 +9,8 @@ from dash_portable import ops
 from dash_portable.checks import check_integer, check_tensor
 from dash_portable.config import DashConfig
 from dash_portable.errors import found_needed
-from dash_portable.plan import DashStep, layer_numbers
+from dash_portable.layer_form import layer_numbers
+from dash_portable.plan import DashStep
 from dash_portable.reference import LIMIT
 
 

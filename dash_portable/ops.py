@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dash_portable.cache import CacheShape
 from dash_portable.config import DashConfig
-from dash_portable.plan import DashStep, SharedLayer, check_inputs, layer_numbers
+from dash_portable.layer_form import LayerForm, layer_numbers
+from dash_portable.plan import DashStep, SharedLayer
 from dash_portable.serve import serve, shared_layer
 from dash_portable.step import Step, Trust
 
@@ -86,7 +87,7 @@ def _store(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     step = _step(q.dtype, rest[:-1], rest[-1])
-    check_inputs(step, q, k, v, iq, ik, head_cls, cache)
+    LayerForm.of(step).check(q, k, v, iq, ik, head_cls, cache)
     layer = shared_layer(step)
     query, index_query = layer.store(q, k, v, iq, ik, cache, head_cls)
     return query, index_query, layer.coordinates

@@ -6,10 +6,12 @@ read it when they plan, and the same step serves all layers.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,11 +74,11 @@ class Step:
 
     @property
     def num_rows(self) -> int:
-        return len(self.row_seq)
+        return self.row_seq.shape[0]
 
     @property
     def num_seqs(self) -> int:
-        return len(self.seq_lens)
+        return self.seq_lens.shape[0]
 
     @property
     def single_row(self) -> bool:
@@ -131,13 +133,17 @@ def rows_of(query_lens: Sequence[int], device: torch.device) -> tuple[Tensor, Te
     return row_seq.int().to(device), start.int().to(device)
 
 
+@functools.lru_cache(maxsize=64)
+def _fields(value: DashConfig | CacheShape) -> dict[str, Any]:
+    return asdict(value)
+
+
 def facts_text(step: Step) -> str:
     """What a step is beyond its tensors, as one text; equal steps give equal texts."""
-    shape = step.cache_shape
     return json.dumps(
         {
-            "config": asdict(step.config),
-            "cache": asdict(shape),
+            "config": _fields(step.config),
+            "cache": _fields(step.cache_shape),
             "heads": step.heads,
             "trust": step.trust.value,
             "recomputed": step.recomputed,

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from dash_portable.cache import empty_cache, summary_at
 from dash_portable.config import DashConfig
+from dash_portable.describe import describe
 from dash_portable.document import Document
+from dash_portable.layer_form import LayerForm, layer_numbers
 from dash_portable.pages import prompt_positions
-from dash_portable.plan import SharedLayer, check_inputs, describe, layer_numbers
+from dash_portable.plan import SharedLayer
 from dash_portable.step import Step
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ def watch(
     Store and select run apart, also where one launch could do both.
     """
     q, k, v, iq, ik = rows
-    check_inputs(step, q, k, v, iq, ik, head_cls, cache)
+    LayerForm.of(step).check(q, k, v, iq, ik, head_cls, cache)
     scale, floor = layer_numbers(step.config, layer)
     out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
     seconds: dict[str, float] = {}

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dash_portable.cache import empty_cache
 from dash_portable.config import DashConfig
+from dash_portable.describe import describe
 from dash_portable.pages import prompt_positions
-from dash_portable.plan import DashStep, describe
+from dash_portable.plan import DashStep
 from dash_portable.serve import serve, shared_layer
 from dash_portable.step import Step, Trust
 from dash_portable.trial.feed import settle

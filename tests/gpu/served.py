@@ -17,8 +17,9 @@ from torch import Tensor
 
 from dash_portable.backends.triton import Runner
 from dash_portable.config import DashConfig
+from dash_portable.describe import describe
 from dash_portable.pages import prompt_coordinates, prompt_positions
-from dash_portable.plan import DashStep, SharedLayer, describe
+from dash_portable.plan import DashStep, SharedLayer
 from dash_portable.serve import serve
 from dash_portable.step import Step
 from dash_portable.triton_layer import TritonLayer
