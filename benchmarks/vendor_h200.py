@@ -46,10 +46,14 @@ LIBRARIES: dict[str, dict[str, str]] = {
         "vllm_flash_attn2_segments": "flash_attn:VllmSegmented2",
         "vllm_flash_attn2_in_place": "flash_attn:VllmPaged2",
     },
+    "fa4": {
+        "flash_attn4_gather": "flash_attn:Gathered4",
+        "flash_attn4_segments": "flash_attn:Segmented4",
+    },
     "flashinfer": {
         "flashinfer_gather": "flashinfer:Gathered",
         "flashinfer_in_place": "flashinfer:Paged",
-        "flashinfer_gather, keys of 192": "Narrow",
+        "flashinfer_gather_192": "Narrow",  # keys of 192 and values of 128
     },
     "torch": {
         "torch_varlen_gather": "torch_varlen:Gathered",
@@ -88,8 +92,8 @@ def runner_of(path: str) -> Any:
 
 
 def checks(name: str) -> Iterator[dict[str, Any]]:
-    """Cases that a row has to get right; flashinfer compiles long for each width and dtype."""
-    if name.startswith("flashinfer"):
+    """Cases that a row has to get right; some libraries compile long for each width and dtype."""
+    if name.startswith(("flashinfer", "flash_attn4")):
         yield from (
             {"phase": phase, "group": group, "block_size": size, "head_dim": 128}
             for (phase, size), group in itertools.product((("decode", 32), ("prefill", 64)), (1, 4))
@@ -264,7 +268,9 @@ def timed(path: str, rows: int, tokens: int) -> tuple[float, float | None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("libraries", nargs="*", help=f"of {' '.join(LIBRARIES)}; default: all")
+    parser.add_argument(
+        "libraries", nargs="*", help=f"of {' '.join(LIBRARIES)}, or rows; default: all"
+    )
     parser.add_argument("--peer", type=Path, default=Path(".peer"), help="folder of the modules")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-times", action="store_true")
@@ -280,11 +286,10 @@ def main() -> None:
         found = {name: one for name, one in tune_gather.LIBRARIES.items() if name in here}
         tune_gather.tune(SHAPES, decode_step, microseconds, found)
         return
-    rows = {
-        name: path
-        for library in options.libraries or LIBRARIES
-        for name, path in LIBRARIES[library].items()
-    }
+    every = {name: path for rows in LIBRARIES.values() for name, path in rows.items()}
+    rows: dict[str, str] = {}
+    for name in options.libraries or LIBRARIES:
+        rows |= LIBRARIES.get(name) or {name: every[name]}
     figures: dict[str, dict[str, object]] = {}
     for name, path in rows.items():
         figure = figures[name] = {}

@@ -3,11 +3,16 @@ installed.
 
 Only for measuring: `install(folder)` loads `_vllm_fa2_C.abi3.so` and `_vllm_fa3_C.abi3.so`, packed
 or not, from a folder, and puts a module in vLLM's place that the adapters cannot tell from it.
+
+    python -m benchmarks.vllm_shim FOLDER -m pytest tests/test_contracts.py -k real
+
+runs a module as `python -m` does, with these in place.
 """
 
 from __future__ import annotations
 
 import lzma
+import runpy
 import shutil
 import sys
 import tempfile
@@ -45,8 +50,12 @@ def _load(folder: Path, name: str) -> bool:
     if not library.exists() and packed.exists():
         library = Path(tempfile.gettempdir()) / name
         if not library.exists():
-            with lzma.open(packed) as source, library.open("wb") as target:
+            with (
+                lzma.open(packed) as source,
+                tempfile.NamedTemporaryFile(dir=library.parent, delete=False) as target,
+            ):
                 shutil.copyfileobj(source, target)
+            Path(target.name).replace(library)
     if not library.exists():
         return False
     torch.ops.load_library(str(library))
@@ -90,3 +99,11 @@ def flash_attn_varlen_func(
             *(0, None, 1, 0, None),
         )
     return (got[0], got[1]) if return_softmax_lse else got[0]
+
+
+if __name__ == "__main__":
+    _, folder, flag, name, *rest = sys.argv
+    assert flag == "-m", f"found {flag!r}, needed: FOLDER -m MODULE ..."
+    print("generations of FlashAttention:", install(Path(folder)))
+    sys.argv = [name, *rest]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)

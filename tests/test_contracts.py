@@ -1,7 +1,8 @@
 """One suite of contracts for a library, run on its fake and, where it can run, on the real one.
 
-What only a fake has confirmed is an assumption, read from the library's source; docs/backends.md
-says which rows were run on a device.
+What only a fake has confirmed is an assumption, read from the library's source; docs/contracts.md
+says which were run on a device. Libraries that are not installed but lie in a folder, as
+`benchmarks/vllm_shim.py` takes them: `python -m benchmarks.vllm_shim FOLDER -m pytest ...`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dash_portable.backends import flashinfer as planned_wrappers
+from dash_portable.backends.imports import symbol
+from dash_portable.errors import BackendError
 from dash_portable.segments import Addressing, Call, Library, normalise
 from dash_portable.segments.merge import normalise_lse
 from tests.fakes import (
@@ -24,6 +28,7 @@ from tests.fakes import (
     flash_attn2,
     flash_attn3,
     flash_attn4,
+    flashinfer,
     torch_varlen,
     vllm_flash_attn,
     xpu,
@@ -53,6 +58,7 @@ WITH_LSE: tuple[tuple[Fake | str, str], ...] = (
     ("nvidia", "flash_attn:Flash4"),
     ("nvidia", "flash_attn:Copy2"),
     ("nvidia", "flash_attn:Copy3"),
+    ("nvidia", "flash_attn:Copy4"),
     ("nvidia", "torch_varlen:Varlen"),
     ("amd", "flash_attn:Flash2"),
     ("amd", "aiter:Aiter"),
@@ -208,6 +214,92 @@ def test_other_dtypes_are_refused(subject: Subject) -> None:
     planned = subject.library(call)
     with pytest.raises((RuntimeError, AssertionError, ValueError, TypeError)):
         planned.attend(query, key, key)
+
+
+# --- flashinfer, which is planned -----------------------------------------------------------------
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(flashinfer.V06, id="flashinfer-0.6"),
+        pytest.param(flashinfer.V07, id="flashinfer-0.7"),
+        pytest.param("nvidia", id="real", marks=pytest.mark.nvidia),
+    ]
+)
+def where(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> torch.device:
+    """The device on which flashinfer, or its fake, is."""
+    planned_wrappers._plan_ragged.cache_clear()
+    planned_wrappers._plan_paged.cache_clear()
+    if isinstance(request.param, Fake):
+        request.param.install(monkeypatch, tmp_path)
+        return torch.device("cpu")
+    try:
+        symbol("flashinfer", planned_wrappers.RAGGED)
+    except BackendError as error:
+        pytest.skip(str(error))
+    return torch.device("cuda")
+
+
+def _shape(device: torch.device, runs: int, width: int) -> planned_wrappers.Shape:
+    return planned_wrappers.Shape(
+        runs=runs,
+        lengths=(32,),
+        heads=4,
+        kv_heads=2,
+        width=width,
+        value_width=width,
+        scale=0.3,
+        dtype=torch.bfloat16,
+        device=device,
+        deterministic=False,
+    )
+
+
+def test_planned_runs_through_pages_and_a_mask(where: torch.device) -> None:
+    """Places of single tokens out of order; runs that see all, nothing, five keys and every other
+    one; written into the plan's buffers after it was made."""
+    runs, width = 4, 128
+    planned = planned_wrappers._plan_paged(_shape(where, runs, width))
+    maker = torch.Generator().manual_seed(3)
+    query = torch.randn(runs, 4, width, generator=maker).bfloat16()
+    key, value = torch.randn(2, runs * 32, 2, width, generator=maker).bfloat16()
+    order = torch.randperm(runs * 32, generator=maker)
+    seen = torch.zeros(runs, 32, dtype=torch.bool)
+    seen[0], seen[2, :5], seen[3, ::2] = True, True, True
+    bits = seen.view(-1, 8).int() << torch.arange(8)
+    planned.indices.copy_(order.int())
+    planned.mask.copy_(bits.sum(1).to(torch.uint8))
+    pages = (key.to(where)[:, None], value.to(where)[:, None])
+    out, lse = planned.wrapper.run(query.to(where), pages, **planned.keywords)
+    lse = normalise_lse(lse, **planned.meaning)
+    assert lse.shape == (4, runs)
+    out, lse = normalise(out.cpu(), lse.cpu(), seen.sum(1))
+    keys = key[order].view(runs, 32, 2, width).double().repeat_interleave(2, 2)
+    values = value[order].view(runs, 32, 2, width).double().repeat_interleave(2, 2)
+    logit = torch.einsum("rhd,rthd->hrt", query.double(), keys) * 0.3
+    logit = logit.masked_fill(~seen, -math.inf)
+    live = [0, 2, 3]
+    exact = torch.einsum("hrt,rthd->rhd", logit[:, live].softmax(-1), values[live])
+    assert (out[live].double() - exact).abs().max() <= 0.02 * exact.abs().max()
+    assert torch.allclose(lse[:, live].double(), logit[:, live].logsumexp(-1), rtol=2**-7)
+    assert bool((out[1] == 0).all())
+    assert bool((lse[:, 1] == -math.inf).all())
+
+
+def test_planned_runs_of_one_length(where: torch.device) -> None:
+    runs, width = 3, 256
+    planned = planned_wrappers._plan_ragged(_shape(where, runs, width))
+    maker = torch.Generator().manual_seed(3)
+    query = torch.randn(runs, 4, width, generator=maker).bfloat16()
+    key, value = torch.randn(2, runs * 32, 2, width, generator=maker).bfloat16()
+    out = planned.run(*(tensor.to(where) for tensor in (query, key, value))).cpu()
+    keys = key.view(runs, 32, 2, width).double().repeat_interleave(2, 2)
+    values = value.view(runs, 32, 2, width).double().repeat_interleave(2, 2)
+    weight = (torch.einsum("rhd,rthd->hrt", query.double(), keys) * 0.3).softmax(-1)
+    exact = torch.einsum("hrt,rthd->rhd", weight, values)
+    assert (out.double() - exact).abs().max() <= 0.02 * exact.abs().max()
 
 
 # --- what only the fakes say, each a fact read in the library's source ---------------------------
