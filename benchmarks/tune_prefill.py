@@ -89,15 +89,7 @@ SELECT_VARIANTS = [
 ]
 FEW_VARIANTS = [
     {"few_programs": p, "few_warps": w, "few_tile": t}
-    for p, w, t in (
-        (2112, 4, 0),
-        (4224, 4, 0),
-        (8448, 4, 0),
-        (2112, 1, 16),
-        (4224, 1, 16),
-        (8448, 1, 16),
-        (4224, 2, 16),
-    )
+    for p, w, t in ((4224, 4, 0), (2112, 1, 16), (4224, 1, 16), (8448, 1, 16))
 ]
 TILE_VARIANTS = [
     {
@@ -110,40 +102,44 @@ TILE_VARIANTS = [
     }
     for m, b, k, w, s, o in (
         (0, 1, 32, 4, 2, MAXNREG_128),
-        (0, 1, 32, 4, 3, MAXNREG_128),
-        (0, 1, 32, 4, 2, {}),
+        (0, 1, 64, 4, 2, MAXNREG_128),
+        (0, 2, 64, 4, 1, MAXNREG_128),
+        (0, 2, 64, 4, 2, MAXNREG_128),
+        (0, 2, 64, 4, 2, {}),
+        (0, 2, 32, 4, 2, MAXNREG_168),
         (128, 1, 32, 8, 2, MAXNREG_128),
-        (128, 1, 32, 8, 3, MAXNREG_128),
-        (128, 1, 32, 8, 4, MAXNREG_128),
         (128, 1, 64, 8, 2, MAXNREG_128),
-        (128, 1, 32, 8, 2, {}),
-        (128, 2, 64, 8, 2, {}),
+        (128, 2, 64, 8, 1, MAXNREG_128),
         (128, 2, 64, 8, 2, MAXNREG_128),
+        (128, 2, 64, 8, 3, MAXNREG_128),
+        (128, 4, 128, 8, 2, {}),
     )
 ]
 PAIR_VARIANTS = [
-    {"pair_tile": m, "pair_heads": h, "pair_warps": w, "pair_stages": s, "pair_options": o}
-    for m, h, w, s, o in (
-        (64, 10, 4, 3, {}),
-        (64, 10, 4, 2, {}),
-        (64, 10, 4, 2, MAXNREG_168),
-        (64, 5, 4, 2, MAXNREG_168),
-        (128, 10, 8, 2, MAXNREG_128),
+    {"pair_tile": m, "pair_programs": p, "pair_warps": w, "pair_stages": s, "pair_options": o}
+    for m, p, w, s, o in (
+        (64, 1 << 20, 4, 3, {}),
+        (64, 1 << 20, 4, 2, {}),
+        (64, 264, 4, 3, {}),
+        (64, 528, 4, 3, {}),
+        (64, 1056, 4, 3, {}),
+        (64, 4224, 4, 3, {}),
+        (128, 1 << 20, 8, 2, MAXNREG_128),
     )
 ]
 MERGE_VARIANTS = [
     {"merge_rows": r, "merge_warps": w, "merge_programs": p}
     for r, w, p in (
-        (4, 1, 16384),
-        (2, 1, 16384),
-        (1, 1, 16384),
-        (2, 2, 16384),
-        (2, 1, 1 << 20),
-        (2, 1, 65536),
         (2, 1, 8448),
+        (2, 1, 4224),
+        (2, 1, 33792),
+        (2, 1, 1 << 20),
+        (4, 1, 4224),
+        (4, 2, 4224),
+        (1, 1, 4224),
     )
 ]
-UNION_VARIANTS = [{"union_warps": w} for w in (2, 4, 8)]
+UNION_VARIANTS = [{"union_warps": w} for w in (1, 2, 4)]
 STAGES = {
     "select_tile": SELECT_VARIANTS,
     "select_group": FEW_VARIANTS,

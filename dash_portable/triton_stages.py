@@ -249,7 +249,8 @@ class TileRows:
         self._start, self._end = ints(max(rows, 1)), ints(max(seqs, 1))
         self._order, self._live = ints(rows), ints(seqs + 1)
         self._tiles = _tiles(step)
-        self._prefill, self._launches = prefill_row(layer._arch, step.dtype.itemsize), Launches()
+        self._launches = Launches()
+        self._prefill = prefill_row(layer._arch, step.dtype.itemsize, block=step.config.block)
         grouped = group_shapes(rows, seqs, self._prefill.tile, self._prefill.wide)
         self.groups = {name: ints(*shape) for name, shape in grouped.items()}
         self._scratch = {name: ints(*shape) for name, shape in select_shapes(rows, seqs).items()}

@@ -73,7 +73,9 @@ class PrefillRunner:
     def __init__(self, step: Step, arch: str) -> None:
         self._step = step
         config, rows, seqs, device = step.config, step.num_rows, step.num_seqs, step.device
-        row = self._row = prefill_row(arch, step.dtype.itemsize, step.deterministic)
+        row = self._row = prefill_row(
+            arch, step.dtype.itemsize, step.deterministic, config.block
+        )
         shapes = attend_shapes(
             rows,
             seqs,

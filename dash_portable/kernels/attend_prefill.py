@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .group_rows import TILE_FIELDS
 from .kept import Launches
+from .launch_prefill import LEAST_KEYS
 from .primitives import LOG2E, token_at
 from .union import (
     ENTRIES,
@@ -25,8 +26,6 @@ from .union import (
     invert_sum_kernel,
     union_kernel,
 )
-
-LEAST_KEYS = 16  # of a matrix product: smaller blocks are padded, or taken two at a time
 
 
 @triton.jit
@@ -82,6 +81,55 @@ def _add_keys(score, factor, value, top, mass, total):
 
 
 @triton.jit
+def _union_places(
+    union_ptr, place_ptr, at, n, table_row, stride_cb, stride_ct, P: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Token numbers of the keys of BLOCKS entries of a union from `at` on, and their offsets."""
+    token = tl.load(union_ptr + at) * BLOCK + n
+    for s in tl.static_range(1, BLOCKS):
+        later = tl.load(union_ptr + at + s) * BLOCK + n - s * BLOCK
+        token = tl.where(n >= s * BLOCK, later, token)
+    if P % BLOCK == 0:
+        held = tl.load(place_ptr + at)
+        for s in tl.static_range(1, BLOCKS):
+            held = tl.where(n >= s * BLOCK, tl.load(place_ptr + at + s), held)
+        place = held.to(tl.int64) * stride_cb + (token % P).to(tl.int64) * stride_ct
+    else:
+        place = token_at(table_row, token, n >= 0, stride_cb, stride_ct, P)
+    return token, place
+
+
+@triton.jit
+def _union_weights(weight, r, n, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """[TILE, keys], or [TILE, 1] for one block: what each row's bias adds to the scores."""
+    found = tl.load(weight + r)[:, None]
+    for s in tl.static_range(1, BLOCKS):
+        found = tl.where((n >= s * BLOCK)[None, :], tl.load(weight + s * TILE + r)[:, None], found)
+    return found
+
+
+@triton.jit
+def _local_places(
+    table_row, token, first, last, k, stride_cb, stride_ct, P: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Offsets of STEP keys in a row from `first` on, a multiple of STEP; those behind `last` are
+    anything.
+    """
+    UNIT: tl.constexpr = STEP if P % STEP == 0 else BLOCK
+    if P % UNIT == 0:
+        held = tl.load(table_row + first // P)
+        for s in tl.static_range(1, STEP // UNIT):
+            at = tl.minimum(first + s * UNIT, last) // P
+            held = tl.where(k >= s * UNIT, tl.load(table_row + at), held)
+        place = held.to(tl.int64) * stride_cb + (token % P).to(tl.int64) * stride_ct
+    else:
+        place = token_at(table_row, token, token <= last, stride_cb, stride_ct, P)
+    return place
+
+
+@triton.jit
 def attend_tile_kernel(
     query_ptr,
     cache_ptr,
@@ -109,7 +157,7 @@ def attend_tile_kernel(
     LOCAL: tl.constexpr,
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
-    PAIR: tl.constexpr,
+    BLOCKS: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -117,8 +165,8 @@ def attend_tile_kernel(
     """One head of a tile: its union, then its local keys. A tile counted -1 has its local keys
     only, and its mass stored.
 
-    PAIR: blocks of the union in one step, 1 or 2. STEP: local keys in one step, a multiple of
-    BLOCK.
+    BLOCKS: of the union in one step; ROOM is a multiple of it. STEP: local keys in one step, a
+    multiple of BLOCK.
     """
     head, t = tl.program_id(0) % HQ, tl.program_id(0) // HQ
     seq = tl.load(tile_ptr + t * FIELDS)
@@ -135,63 +183,45 @@ def attend_tile_kernel(
         table_row = table_ptr + seq.to(tl.int64) * stride_tr
         factor = scale * LOG2E
         begin = tl.maximum(pos + 1 - LOCAL, 0)  # first local key of each row
+        nearest = tl.maximum(tl.min(tl.where(live, pos, 0x7FFFFFFF), 0) + 1 - LOCAL, 0)
         top = tl.full((TILE,), float("-inf"), tl.float32)
         mass = tl.zeros((TILE,), tl.float32)
         total = tl.zeros((TILE, DP), tl.float32)
 
-        count = tl.load(count_ptr + t)
+        count = tl.load(count_ptr + t * 2)
         room = t.to(tl.int64) * ROOM
-        n = tl.arange(0, BLOCK * PAIR)
-        for j in tl.range(0, tl.maximum(count, 0), PAIR, num_stages=STAGES):
-            block = tl.load(union_ptr + room + j)
-            weight = tl.load(weight_ptr + (room + j) * TILE + r)[:, None]
-            if PAIR == 1:
-                if P % BLOCK == 0:
-                    place = tl.load(place_ptr + room + j).to(tl.int64) * stride_cb
-                    place = place + (block * BLOCK % P + n).to(tl.int64) * stride_ct
-                else:
-                    place = token_at(table_row, block * BLOCK + n, n >= 0, stride_cb, stride_ct, P)
-                key = _load_columns(keys, place, n >= 0, D, DP, False)
-                value = _load_rows(values, place, n >= 0, D, DP, False)
-                token = block * BLOCK + n
-            else:
-                both = j + 1 < count
-                other = tl.load(union_ptr + room + j + 1, mask=both, other=0)
-                n_ok = (n < BLOCK) | both
-                token = tl.where(n < BLOCK, block, other) * BLOCK + n % BLOCK
-                if P % BLOCK == 0:
-                    one = tl.load(place_ptr + room + j)
-                    two = tl.load(place_ptr + room + j + 1, mask=both, other=0)
-                    place = tl.where(n < BLOCK, one, two).to(tl.int64) * stride_cb
-                    place = place + (token % P).to(tl.int64) * stride_ct
-                else:
-                    place = token_at(table_row, token, n_ok, stride_cb, stride_ct, P)
-                key = _load_columns(keys, place, n_ok, D, DP, True)
-                value = _load_rows(values, place, n_ok, D, DP, True)
-                b_ok = both & (r >= 0)
-                second = tl.load(
-                    weight_ptr + (room + j + 1) * TILE + r, mask=b_ok, other=float("-inf")
-                )
-                weight = tl.where((n < BLOCK)[None, :], weight, second[:, None])
+        n = tl.arange(0, BLOCK * BLOCKS)
+        # Blocks ascend: first those that end before every row's local window, then the others.
+        clear = tl.load(count_ptr + t * 2 + 1) // BLOCKS * BLOCKS
+        for j in tl.range(0, clear, BLOCKS, num_stages=STAGES):
+            token, place = _union_places(
+                union_ptr, place_ptr, room + j, n, table_row, stride_cb, stride_ct, P, BLOCK, BLOCKS
+            )
+            key = _load_columns(keys, place, n >= 0, D, DP, False)
+            value = _load_rows(values, place, n >= 0, D, DP, False)
+            weight = _union_weights(weight_ptr + (room + j) * TILE, r, n, TILE, BLOCK, BLOCKS)
             score = tl.dot(query, key, input_precision="ieee") * factor + weight
-            score = tl.where(
-                token[None, :] < begin[:, None], score, float("-inf")
-            )  # the local window wins
+            top, mass, total = _add_keys(score, 1.0, value, top, mass, total)
+        for j in tl.range(clear, count, BLOCKS, num_stages=1):
+            token, place = _union_places(
+                union_ptr, place_ptr, room + j, n, table_row, stride_cb, stride_ct, P, BLOCK, BLOCKS
+            )
+            key = _load_columns(keys, place, n >= 0, D, DP, False)
+            value = _load_rows(values, place, n >= 0, D, DP, False)
+            weight = _union_weights(weight_ptr + (room + j) * TILE, r, n, TILE, BLOCK, BLOCKS)
+            score = tl.dot(query, key, input_precision="ieee") * factor + weight
+            remote = token[None, :] < begin[:, None]  # the local window wins
+            score = tl.where(remote, score, float("-inf"))
             top, mass, total = _add_keys(score, 1.0, value, top, mass, total)
 
         k = tl.arange(0, STEP)
         last = tl.max(pos, 0)
-        start = tl.maximum(tl.min(tl.where(live, pos, 0x7FFFFFFF), 0) + 1 - LOCAL, 0) // STEP * STEP
-        for t0 in tl.range(start, last + 1, STEP, num_stages=STAGES):
-            token = t0 + k
+        for first in tl.range(nearest // STEP * STEP, last + 1, STEP, num_stages=STAGES):
+            token = first + k
             k_ok = token <= last
-            if P % STEP == 0:
-                place = (
-                    tl.load(table_row + t0 // P).to(tl.int64) * stride_cb
-                    + (t0 % P + k).to(tl.int64) * stride_ct
-                )
-            else:
-                place = token_at(table_row, token, k_ok, stride_cb, stride_ct, P)
+            place = _local_places(
+                table_row, token, first, last, k, stride_cb, stride_ct, P, BLOCK, STEP
+            )
             key = _load_columns(keys, place, k_ok, D, DP, True)
             value = _load_rows(values, place, k_ok, D, DP, True)
             score = tl.dot(query, key, input_precision="ieee")
@@ -249,9 +279,10 @@ def attend_pair_kernel(
     FIELDS: tl.constexpr,
 ):
     """Rows that chose one block against that block, HEADS heads one after another; partial result
-    and mass of each pair.
+    and mass of each pair. A program takes one entry of the chunk's list after another.
     """
-    group = tl.program_id(0) // entries
+    GROUPS: tl.constexpr = HQ // HEADS
+    group, first = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
     n = tl.arange(0, N)
     n_ok = n < BLOCK
     r = tl.arange(0, PAIR_TILE)
@@ -260,8 +291,8 @@ def attend_pair_kernel(
     pairs = pair_ptr + tl.full((), 1, tl.int64) * chunk * chunk_pairs
     records = entry_ptr + tl.full((), 4, tl.int64) * chunk * entries
     total = tl.load(first_ptr + tl.full((), 1, tl.int64) * chunk * (keys_total + 1) + keys_total)
-    e = tl.program_id(0) % entries
-    if e < total:
+    stride_h = tl.full((), 1, tl.int64) * stride_ch
+    for e in range(first, total, tl.num_programs(0) // GROUPS):
         record = records + e * 4
         seq = tl.load(record).to(tl.int64)
         block = tl.load(record + 1)
@@ -278,7 +309,6 @@ def attend_pair_kernel(
         seen = n_ok[None, :] & ((block * BLOCK + n)[None, :] < near[:, None])
         seen = seen | (live == 0)[:, None]  # a dead row stays finite
         wide = pair.to(tl.int64) * HQ
-        stride_h = tl.full((), 1, tl.int64) * stride_ch
         for head in tl.range(group * HEADS, group * HEADS + HEADS, num_stages=STAGES):
             keys = cache_ptr + head // G * stride_h
             query = _load_rows(query_ptr, i * (HQ * D) + head * D, live, D, DP, True)
@@ -300,19 +330,19 @@ def attend_pair_kernel(
             tl.store(part_mass_ptr + wide + head, top + tl.log2(mass) + bias, mask=live)
 
 
-@triton.jit(do_not_specialize=["chunk_tile", "num_tiles", "run"])
+@triton.jit(do_not_specialize=["chunk", "chunk_tiles"])
 def attend_merge_kernel(
     tile_ptr,
     order_ptr,
-    count_ptr,
+    listed_ptr,
+    listed_count_ptr,
     ids_ptr,
     mass_ptr,
     part_ptr,
     part_mass_ptr,
     out_ptr,
-    chunk_tile,
-    num_tiles,
-    run,
+    chunk,
+    chunk_tiles,
     HQ: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -322,47 +352,45 @@ def attend_merge_kernel(
     ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """`run` rows of a tile and one head, ROWS at a time: the local result (in out) and the rows'
-    partial results become the output.
+    """ROWS rows and one head at a time, of the listed tiles of a chunk: the local result (in out)
+    and the rows' partial results become the output.
+
+    Programs beside one another take heads of the same rows, whose partial results lie together.
     """
-    head, place = tl.program_id(0) % HQ, tl.program_id(0) // HQ
-    runs = TILE // run
-    t = chunk_tile + place // runs
-    if t < num_tiles:  # noqa: SIM102 - both sides of an `and` are evaluated
-        if tl.load(count_ptr + t) < 0:
-            base = tl.load(tile_ptr + chunk_tile * FIELDS + 1)
-            begin = tl.load(tile_ptr + t * FIELDS + 1) + place % runs * run
-            end = tl.minimum(begin + run, tl.load(tile_ptr + t * FIELDS + 2))
-            w = tl.arange(0, W)[None, :]
-            d = tl.arange(0, DP)
-            d_ok = d[None, :] < D
-            for o in range(begin, end, ROWS):
-                at = o + tl.arange(0, ROWS)
-                live = at < end
-                i = tl.load(order_ptr + at, mask=live, other=0).to(tl.int64)
-                pair_ok = live[:, None] & (w < TOPK)
-                used = tl.load(ids_ptr + i[:, None] * TOPK + w, mask=pair_ok, other=-1) >= 0
-                pair = (at - base).to(tl.int64) * TOPK
-                masses = tl.load(
-                    part_mass_ptr + (pair[:, None] + w) * HQ + head, mask=used, other=float("-inf")
-                )
-                mass = tl.load(mass_ptr + i * HQ + head, mask=live, other=0.0)
-                top = tl.maximum(mass, tl.max(masses, 1))
-                share = tl.exp2(mass - top)
-                whole = share + tl.sum(tl.exp2(masses - top[:, None]), 1)
-                out = out_ptr + (i * HQ + head)[:, None] * D + d[None, :]
-                out_ok = live[:, None] & d_ok
-                total = tl.load(out, mask=out_ok, other=0.0).to(tl.float32) * share[:, None]
-                for s in tl.static_range(TOPK):
-                    has = tl.load(ids_ptr + i * TOPK + s, mask=live, other=-1) >= 0
-                    one = tl.load(
-                        part_mass_ptr + (pair + s) * HQ + head, mask=has, other=float("-inf")
-                    )
-                    part = part_ptr + ((pair + s) * HQ + head)[:, None] * D + d[None, :]
-                    part = tl.load(part, mask=has[:, None] & d_ok, other=0.0).to(tl.float32)
-                    total += part * tl.exp2(one - top)[:, None]
-                total = total / whole[:, None]
-                tl.store(out, total.to(out_ptr.dtype.element_ty), mask=out_ok)
+    RUNS: tl.constexpr = TILE // ROWS
+    base = tl.load(tile_ptr + chunk * chunk_tiles * FIELDS + 1)
+    listed = listed_ptr + chunk * chunk_tiles
+    w = tl.arange(0, W)[None, :]
+    d = tl.arange(0, DP)
+    d_ok = d[None, :] < D
+    items = tl.load(listed_count_ptr + chunk) * (RUNS * HQ)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        head, run = item % HQ, item // HQ
+        record = tile_ptr + tl.load(listed + run // RUNS) * FIELDS
+        at = tl.load(record + 1) + run % RUNS * ROWS + tl.arange(0, ROWS)
+        live = at < tl.load(record + 2)
+        i = tl.load(order_ptr + at, mask=live, other=0).to(tl.int64)
+        pair_ok = live[:, None] & (w < TOPK)
+        used = tl.load(ids_ptr + i[:, None] * TOPK + w, mask=pair_ok, other=-1) >= 0
+        pair = (at - base).to(tl.int64) * TOPK
+        masses = tl.load(
+            part_mass_ptr + (pair[:, None] + w) * HQ + head, mask=used, other=float("-inf")
+        )
+        mass = tl.load(mass_ptr + i * HQ + head, mask=live, other=0.0)
+        top = tl.maximum(mass, tl.max(masses, 1))
+        share = tl.exp2(mass - top)
+        whole = share + tl.sum(tl.exp2(masses - top[:, None]), 1)
+        out = out_ptr + (i * HQ + head)[:, None] * D + d[None, :]
+        out_ok = live[:, None] & d_ok
+        total = tl.load(out, mask=out_ok, other=0.0).to(tl.float32) * share[:, None]
+        for s in tl.static_range(TOPK):
+            has = tl.load(ids_ptr + i * TOPK + s, mask=live, other=-1) >= 0
+            one = tl.load(part_mass_ptr + (pair + s) * HQ + head, mask=has, other=float("-inf"))
+            part = part_ptr + ((pair + s) * HQ + head)[:, None] * D + d[None, :]
+            part = tl.load(part, mask=has[:, None] & d_ok, other=0.0).to(tl.float32)
+            total += part * tl.exp2(one - top)[:, None]
+        total = total / whole[:, None]
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=out_ok)
 
 
 def attend_chunks(num_tiles, heads, width, element, topk, tile, budget):
@@ -388,14 +416,15 @@ def attend_shapes(
     chunks, chunk_tiles = attend_chunks(num_tiles, heads, width, element, topk, tile, budget)
     keys, pairs = num_seqs * max_blocks, chunk_tiles * tile * topk
     entries = pairs // launch.pair_tile + min(keys, pairs)
-    room = num_tiles * max(launch.union_limit, 1)
+    room = num_tiles * launch.union_room
     return {
-        "count": ("int32", (num_tiles,)),
+        "count": ("int32", (num_tiles, 2)),
+        "listed": ("int32", (chunks * chunk_tiles,)),
         "union": ("int32", (room,)),
         "place": ("int32", (room,)),
         "weight": ("float32", (room, tile)),
         "mass": ("float32", (num_rows, heads)),
-        "hist": ("int32", (chunks, keys)),
+        "hist": ("int32", (chunks * (keys + 1),)),
         "rank": ("int32", (num_rows, topk)),
         "runs": ("int32", (chunks, -(-keys // KEYS), 2)),
         "offset": ("int32", (chunks, keys + 1)),
@@ -418,6 +447,7 @@ def unite(
     out,
     *,
     block,
+    local,
     max_blocks,
     launch,
     launches,
@@ -428,7 +458,7 @@ def unite(
     num_rows, topk = ids.shape
     tiles = groups.get("wide", groups["tiles"])
     num_tiles = tiles.shape[0]
-    chunks, keys = scratch["hist"].shape
+    chunks, keys = scratch["offset"].shape[0], scratch["offset"].shape[1] - 1
     chunk_tiles = -(-num_tiles // chunks)
     pairs = {
         "TOPK": topk,
@@ -445,9 +475,11 @@ def unite(
             "WIDTH": out.shape[1] * out.shape[2],
             "P": cache.shape[2],
             "BLOCK": block,
+            "LOCAL": local,
             "LIMIT": launch.union_limit,
             "BUCKETS": 1 << launch.union_limit.bit_length(),
-            "ROOM": max(launch.union_limit, 1),
+            "ROOM": launch.union_room,
+            "BLOCKS": launch.tile_blocks,
         }
         return consts | pairs, launch.union_warps, {}
 
@@ -463,6 +495,8 @@ def unite(
         scratch["place"],
         scratch["weight"],
         scratch["hist"],
+        scratch["hist"][chunks * keys :],
+        scratch["listed"],
         scratch["rank"],
         out,
         num_rows,
@@ -513,16 +547,6 @@ def unite(
     return True
 
 
-def _merge_run(work, launch):
-    """Rows of one program of the merge: many where there are many, for a tile that has nothing to
-    merge costs its programs too.
-    """
-    run = launch.attend_tile
-    while run > launch.merge_rows and work < run * launch.merge_programs:
-        run //= 2
-    return run
-
-
 def attend_prefill(
     query,
     cache,
@@ -562,6 +586,7 @@ def attend_prefill(
         scratch,
         out,
         block=block,
+        local=local,
         max_blocks=max_blocks,
         launch=launch,
         launches=launches,
@@ -583,8 +608,8 @@ def attend_prefill(
     def by_tile():
         consts = {
             "TILE": launch.attend_tile,
-            "ROOM": max(launch.union_limit, 1),
-            "PAIR": max(launch.tile_blocks, LEAST_KEYS // block),
+            "ROOM": launch.union_room,
+            "BLOCKS": launch.tile_blocks,
             "STEP": launch.tile_step,
             "STAGES": launch.tile_stages,
         }
@@ -604,9 +629,8 @@ def attend_prefill(
     )
     if not listed:
         return
-    chunks, keys = scratch["hist"].shape
+    chunks, keys = scratch["offset"].shape[0], scratch["offset"].shape[1] - 1
     chunk_tiles = -(-num_tiles // chunks)
-    run = _merge_run(num_rows * heads, launch)
     walked = max(h for h in range(1, launch.pair_heads + 1) if heads % h == 0)
     entries = scratch["entry"].shape[1]
 
@@ -626,9 +650,10 @@ def attend_prefill(
         consts = {"TOPK": topk, "W": wide, "TILE": launch.attend_tile, "ROWS": launch.merge_rows}
         return shape() | consts, launch.merge_warps, {}
 
-    pair = launches("pair", attend_pair_kernel, entries * (heads // walked), by_pair)
-    merge_programs = heads * chunk_tiles * (launch.attend_tile // run)
-    merge = launches("merge", attend_merge_kernel, merge_programs, merged)
+    programs = min(entries, launch.pair_programs) * (heads // walked)
+    pair = launches("pair", attend_pair_kernel, programs, by_pair)
+    items = heads * chunk_tiles * (launch.attend_tile // launch.merge_rows)
+    merge = launches("merge", attend_merge_kernel, min(items, launch.merge_programs), merged)
     for chunk in range(chunks):
         pair(
             query,
@@ -650,13 +675,13 @@ def attend_prefill(
         merge(
             tiles,
             groups["order"],
-            scratch["count"],
+            scratch["listed"],
+            scratch["hist"][chunks * keys :],
             ids,
             scratch["mass"],
             scratch["part"],
             scratch["part_mass"],
             out,
-            chunk * chunk_tiles,
-            num_tiles,
-            run,
+            chunk,
+            chunk_tiles,
         )

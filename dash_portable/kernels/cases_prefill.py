@@ -179,12 +179,12 @@ def _union_cases() -> dict[str, Case]:
                 "union_ptr",
                 "place_ptr",
             )
-            | _pointers("i32", "hist_ptr", "rank_ptr")
+            | _pointers("i32", "hist_ptr", "listed_count_ptr", "listed_ptr", "rank_ptr")
             | _pointers("fp32", "bias_ptr", "weight_ptr")
             | _pointers("bf16", "out_ptr")
             | _ints(*ints, "num_rows")
             | _strides("tr"),
-            pairs | {"P": 64, "BLOCK": 32, "WIDTH": HQ * 128},
+            pairs | {"P": 64, "BLOCK": 32, "LOCAL": 128, "WIDTH": HQ * 128},
             _launches(
                 lambda r: Launch(
                     r.union_warps,
@@ -193,7 +193,8 @@ def _union_cases() -> dict[str, Case]:
                         "TILE": r.attend_tile,
                         "LIMIT": r.union_limit,
                         "BUCKETS": 1 << r.union_limit.bit_length(),
-                        "ROOM": max(r.union_limit, 1),
+                        "ROOM": r.union_room,
+                        "BLOCKS": r.tile_blocks,
                     },
                 )
             ),
@@ -257,8 +258,8 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                     0,
                     {
                         "TILE": r.attend_tile,
-                        "ROOM": max(r.union_limit, 1),
-                        "PAIR": r.tile_blocks,
+                        "ROOM": r.union_room,
+                        "BLOCKS": r.tile_blocks,
                         "STEP": r.tile_step,
                         "STAGES": r.tile_stages,
                     },
@@ -297,10 +298,10 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
         ),
         f"attend_merge_{name}": Case(
             attend_prefill.attend_merge_kernel,
-            _pointers("i32", "tile_ptr", "order_ptr", "count_ptr", "ids_ptr")
+            _pointers("i32", "tile_ptr", "order_ptr", "listed_ptr", "listed_count_ptr", "ids_ptr")
             | _pointers("fp32", "mass_ptr", "part_mass_ptr")
             | _pointers(dtype, "part_ptr", "out_ptr")
-            | _ints("chunk_tile", "num_tiles", "run"),
+            | _ints("chunk", "chunk_tiles"),
             shape | {"TOPK": TOPK, "W": W},
             _launches(
                 lambda r: Launch(r.merge_warps, 0, {"TILE": r.attend_tile, "ROWS": r.merge_rows}),

@@ -20,11 +20,11 @@ class PrefillRow(NamedTuple):
     redo_warps      of the pass over all blocks of a row
     union_limit     largest union of a tile that is walked for all its rows; a tile with more goes
                     by block. 0: all go by block
-    tile_*          the tile kernel: union blocks in one step (1 or 2), local keys in one step
-    pair_*          the kernel by block: rows of one program, heads it walks, eviction
-                    policy of its stores ("": none)
-    merge_*         of the merge: rows that one program takes together, its warps, and how many
-                    programs are enough (with more rows each takes several times as many)
+    tile_*          the tile kernel: union blocks in one step, local keys in one step
+    pair_*          the kernel by block: rows of one entry, the most programs, which take entries one
+                    after another, heads that one walks, eviction policy of its stores ("": none)
+    merge_*         of the merge: rows taken together, warps, and the most programs, which take
+                    such rows one after another
     """
 
     tile: int = 64
@@ -45,18 +45,24 @@ class PrefillRow(NamedTuple):
     tile_stages: int = 2
     tile_options: Mapping[str, Any] = NOTHING
     pair_tile: int = 64
+    pair_programs: int = 1 << 20
     pair_heads: int = 10
     pair_warps: int = 4
     pair_stages: int = 2
     pair_store: str = ""
     pair_options: Mapping[str, Any] = NOTHING
-    merge_rows: int = 4
+    merge_rows: int = 2
     merge_warps: int = 1
-    merge_programs: int = 16384
+    merge_programs: int = 8448
 
     @property
     def attend_tile(self) -> int:
         return self.wide or self.tile
+
+    @property
+    def union_room(self) -> int:
+        """Entries of one tile's union: whole steps of the tile kernel."""
+        return -(-max(self.union_limit, 1) // self.tile_blocks) * self.tile_blocks
 
 
 _REGISTER_BOUND = PrefillRow(
@@ -69,6 +75,8 @@ PREFILL: dict[str, PrefillRow] = {
     "sm86": _REGISTER_BOUND,
     "sm89": _REGISTER_BOUND,
     "sm90": PrefillRow(
+        few_warps=1,
+        few_tile=16,
         union_warps=2,
         tile_options=MappingProxyType({"maxnreg": 128}),  # four programs at a time
         pair_stages=3,
@@ -92,10 +100,19 @@ FLOAT32 = PrefillRow(
 )
 
 
-def prefill_row(arch: str, element: int = 2, deterministic: bool = False) -> PrefillRow:
-    """The row of an arch for numbers of `element` bytes; archs without one take the general row.
+LEAST_KEYS = 16  # of a matrix product
+
+
+def prefill_row(
+    arch: str, element: int = 2, deterministic: bool = False, block: int = 32
+) -> PrefillRow:
+    """The row of an arch for numbers of `element` bytes and sparse blocks of `block` tokens; archs
+    without one take the general row.
 
     deterministic: every tile goes by block, so that a row's output has the same bits in any batch.
     """
     row = FLOAT32 if element == 4 else PREFILL.get(arch, PREFILL["*"])
+    row = row._replace(
+        tile_blocks=max(row.tile_blocks, LEAST_KEYS // block), tile_step=max(row.tile_step, block)
+    )
     return row._replace(union_limit=0) if deterministic else row

@@ -1,6 +1,6 @@
 """Unions of a tile's chosen blocks, and the inversion: for every block the rows that chose it.
 
-`unite` walks the distinct blocks of a tile in ascending order. Up to LIMIT of them become the
+The union kernel walks the distinct blocks of a tile in ascending order. Up to LIMIT of them become the
 tile's union, with each row's bias (-inf: not chosen); a tile with more is counted -1 and its (row,
 block) pairs go into the lists by block that `invert` completes. Pairs are numbered by the row's
 place in the grouped order, so the tiles of one chunk hold one run of numbers and a chunk's partial
@@ -29,6 +29,8 @@ def union_kernel(
     place_ptr,
     weight_ptr,
     hist_ptr,
+    listed_count_ptr,
+    listed_ptr,
     rank_ptr,
     out_ptr,
     num_rows,
@@ -39,16 +41,22 @@ def union_kernel(
     WIDTH: tl.constexpr,
     P: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOCAL: tl.constexpr,
     TOPK: tl.constexpr,
     W: tl.constexpr,
     TILE: tl.constexpr,
     LIMIT: tl.constexpr,
     BUCKETS: tl.constexpr,
     ROOM: tl.constexpr,
+    BLOCKS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
     """One tile: its union and biases (times log2 e), or its pairs' places in the lists of their
-    blocks. Also zeros for the output of padding rows.
+    blocks and the tile's number in the chunk's list. Also zeros for the output of padding rows.
+
+    A union is filled up to a multiple of BLOCKS by blocks that nobody chose. count [tiles, 2]: how
+    many blocks (-1: the pairs are in the lists), and how many of them end before the local window
+    of every row.
     """
     t = tl.program_id(0)
     row = t * TILE + tl.arange(0, TILE)
@@ -71,6 +79,7 @@ def union_kernel(
         table_row = table_ptr + seq.to(tl.int64) * stride_tr
         none: tl.constexpr = 0x7FFFFFFF
         count = tl.zeros((), tl.int32)
+        clear = tl.zeros((), tl.int32)
         block = tl.min(tl.min(tl.where(ids >= 0, ids, none), 1), 0)
         if LIMIT > 0:
             b = tl.arange(0, BUCKETS)[:, None]
@@ -81,7 +90,11 @@ def union_kernel(
                 hit = tl.where(bucket[None, :] == b, 1, hit)
             # so many differ at least: no need to walk to the limit
             count = tl.where(tl.sum(tl.max(hit, 1), 0) > LIMIT, LIMIT, 0)
+            pos = tl.load(pos_ptr + i, mask=live, other=none)
+            nearest = tl.maximum(tl.min(pos, 0) + 1 - LOCAL, 0)
+            last = block
             while (block < none) & (count < LIMIT):
+                last = block
                 chosen = ids == block
                 here = tl.sum(tl.where(chosen, bias, 0.0), 1)
                 has = tl.max(chosen.to(tl.int32), 1) > 0
@@ -91,9 +104,22 @@ def union_kernel(
                 if P % BLOCK == 0:  # the cache block that holds it: no head has to look it up
                     tl.store(place_ptr + at, tl.load(table_row + block * BLOCK // P))
                 count += 1
+                clear = tl.where((block + 1) * BLOCK <= nearest, count, clear)
                 block = tl.min(tl.min(tl.where(ids > block, ids, none), 1), 0)
-        tl.store(count_ptr + t, tl.where(block < none, -1, count))
+            if block == none:
+                clear = tl.where(clear == count, clear + BLOCKS - 1, clear)  # with what fills up
+                for fill in range(count, (count + BLOCKS - 1) // BLOCKS * BLOCKS):
+                    at = t.to(tl.int64) * ROOM + fill
+                    tl.store(weight_ptr + at * TILE + r, tl.full((TILE,), float("-inf"), tl.float32))
+                    tl.store(union_ptr + at, last)
+                    if P % BLOCK == 0:
+                        tl.store(place_ptr + at, tl.load(table_row + last * BLOCK // P))
+        tl.store(count_ptr + t * 2, tl.where(block < none, -1, count))
+        tl.store(count_ptr + t * 2 + 1, clear)
         if block < none:
+            chunk = t // chunk_tiles
+            number = tl.atomic_add(listed_count_ptr + chunk, 1, sem="relaxed")
+            tl.store(listed_ptr + chunk * chunk_tiles + number, t)
             list_at = hist_ptr + (t // chunk_tiles).to(tl.int64) * keys + seq * max_blocks
             pair_ok = pair_ok & (ids >= 0) & (ids < max_blocks)
             rank = tl.atomic_add(
@@ -101,7 +127,7 @@ def union_kernel(
             )
             tl.store(rank_ptr + (begin + r).to(tl.int64)[:, None] * TOPK + w, rank, mask=pair_ok)
     else:
-        tl.store(count_ptr + t, 0)
+        tl.store(count_ptr + t * 2, 0)
 
 
 @triton.jit(do_not_specialize=["keys", "parts"])
@@ -190,7 +216,7 @@ def invert_place_kernel(
     """
     t = tl.program_id(0)
     if t < num_tiles:
-        if tl.load(count_ptr + t) < 0:
+        if tl.load(count_ptr + t * 2) < 0:
             chunk = (t // chunk_tiles).to(tl.int64)
             seq = tl.load(tile_ptr + t * FIELDS)
             begin = tl.load(tile_ptr + t * FIELDS + 1)

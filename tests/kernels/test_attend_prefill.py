@@ -15,7 +15,8 @@ FORMS = {
     "wide": BOTH._replace(wide=32),
     "by-block": BOTH._replace(union_limit=0),
     "by-tile": BOTH._replace(union_limit=64),
-    "by-tile-two": BOTH._replace(union_limit=64, tile_blocks=2, tile_step=64),
+    "by-tile-two": BOTH._replace(union_limit=63, tile_blocks=2, tile_step=64),
+    "by-tile-four": BOTH._replace(union_limit=64, tile_blocks=4, tile_step=128, merge_programs=3),
 }
 PARTS = [
     Part(((1, 90), (3, 120)), 330, 40, padding=3),
@@ -63,7 +64,7 @@ def test_attend(form: str, dtype: torch.dtype) -> None:
     out, scratch = batch.attend(launch, groups, ids, bias)
     check(batch, out, ids, bias)
     tiles = int((groups["tiles"][:, 0] >= 0).sum())
-    forms = scratch["count"][:tiles].lt(0)
+    forms = scratch["count"][:tiles, 0].lt(0)
     if form == "both":
         assert forms.any()
         assert not forms.all()
@@ -93,7 +94,7 @@ def test_unions_and_lists() -> None:
     ids, bias = choose(batch, alike=0.5, seed=4)
     one = launch.tile * 12 * (batch.width * 4 + 4)
     _, scratch = batch.attend(launch, groups, ids, bias, budget=2 * one)
-    chunks, keys = scratch["hist"].shape
+    chunks, keys = scratch["offset"].shape[0], scratch["offset"].shape[1] - 1
     tiles = groups["tiles"]
     chunk_tiles = -(-len(tiles) // chunks)
     assert chunks > 1
@@ -101,13 +102,13 @@ def test_unions_and_lists() -> None:
     expected: dict[tuple[int, int, int], set[tuple[int, int]]] = {}
     for t, (seq, begin, end, *_) in enumerate(tiles.tolist()):
         if seq < 0:
-            assert scratch["count"][t] == 0
+            assert scratch["count"][t, 0] == 0
             continue
         rows = groups["order"][begin:end].long()
         blocks = sorted(set(ids[rows].flatten().tolist()) - {-1})
         if len(blocks) <= launch.union_limit:
             at = t * launch.union_limit
-            assert scratch["count"][t] == len(blocks)
+            assert scratch["count"][t, 0] == len(blocks)
             assert scratch["union"][at : at + len(blocks)].tolist() == blocks
             for j, block in enumerate(blocks):
                 hit = ids[rows] == block
@@ -117,7 +118,7 @@ def test_unions_and_lists() -> None:
                 got = scratch["weight"][at + j, : len(rows)]
                 torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
             continue
-        assert scratch["count"][t] == -1
+        assert scratch["count"][t, 0] == -1
         for row in rows.tolist():
             for slot, block in enumerate(ids[row].tolist()):
                 if block >= 0:
