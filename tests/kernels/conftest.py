@@ -1,23 +1,39 @@
-"""Kernels on the CPU: Triton's interpreter, repaired, in a process of its own; NaN in every
-blank.
+"""Kernels compiled on a GPU, or on the CPU: Triton's interpreter, repaired, in a process of its
+own. NaN in every blank.
+
+What a test makes lies on the device by default, random numbers too.
 """
 
+import functools
 import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: this process compiles nothing
 
 import pytest
 import torch
 
-from tests.kernels import interp_shim
+if not torch.accelerator.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: nothing is compiled then
 
-interp_shim.install()
+from tests.device import COMPILED, DEVICE, INTERPRETED
+
+if INTERPRETED:
+    from tests.kernels import interp_shim
+
+    interp_shim.install()
 
 POISON = 0x7FFFFFFF
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_device(monkeypatch: pytest.MonkeyPatch):
+    if COMPILED:
+        monkeypatch.setattr(torch, "Generator", functools.partial(torch.Generator, device=DEVICE))
+        torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `torch.empty` gives is NaN, or an integer that no index may be."""
 
     def filled(make):

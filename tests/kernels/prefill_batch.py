@@ -6,7 +6,6 @@ point far outside, scratch and outputs are NaN (or the largest integer) before e
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from dash_portable.kernels.launch_prefill import PrefillRow
 
 OUTSIDE = 2**30
 POISON = 0x7FFFFFFF
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
 
 def config(scale: float = 20.0, **more: object) -> DashConfig:
@@ -151,20 +149,17 @@ class Batch:
     # ---------------------------------------------------------------- the kernels
     def grouped(self, launch: PrefillRow, *, given: bool = False) -> dict[str, Tensor]:
         shapes = grouping.group_shapes(self.num_rows, len(self.parts), launch.tile, launch.wide)
-        groups = {
-            k: torch.full(s, POISON, dtype=torch.int32, device=DEVICE) for k, s in shapes.items()
-        }
-        row = {k: v.to(DEVICE) for k, v in self.row.items()}
+        groups = {k: torch.full(s, POISON, dtype=torch.int32) for k, s in shapes.items()}
         grouping.group_rows(
-            row["seq"],
-            row["pos"],
-            row["query_page"],
-            row["num_pages"],
-            self.query_start.to(DEVICE),
-            None if self.starts is None else self.starts.to(DEVICE),
-            None if self.ranges is None else self.ranges.to(DEVICE),
+            self.row["seq"],
+            self.row["pos"],
+            self.row["query_page"],
+            self.row["num_pages"],
+            self.query_start,
+            self.starts,
+            self.ranges,
             self.device_cache(),
-            self.table.to(DEVICE),
+            self.table,
             groups,
             block=self.config.block,
             local_blocks=self.config.local_blocks,
@@ -172,23 +167,19 @@ class Batch:
             wide=launch.wide,
             starts_given=given,
         )
-        return {k: v.cpu() for k, v in groups.items()}
+        return groups
 
     def device_cache(self) -> Tensor:
-        return self.holder.to(DEVICE)[:, :, : self.cache.shape[2], : self.cache.shape[3]]
+        return self.holder[:, :, : self.cache.shape[2], : self.cache.shape[3]]
 
     def select(
         self, launch: PrefillRow, groups: dict[str, Tensor], **changed: object
     ) -> tuple[Tensor, Tensor, int]:
         """ids, bias and the number of rows of the second launch."""
         shapes = selecting.select_shapes(self.num_rows, len(self.parts))
-        scratch = {
-            k: torch.full(s, POISON, dtype=torch.int32, device=DEVICE) for k, s in shapes.items()
-        }
-        ids = torch.full(
-            (self.num_rows, self.config.topk), POISON, dtype=torch.int32, device=DEVICE
-        )
-        bias = torch.full((self.num_rows, self.config.topk), torch.nan, device=DEVICE)
+        scratch = {k: torch.full(s, POISON, dtype=torch.int32) for k, s in shapes.items()}
+        ids = torch.full((self.num_rows, self.config.topk), POISON, dtype=torch.int32)
+        bias = torch.full((self.num_rows, self.config.topk), torch.nan)
         rule = self.config
         numbers: dict[str, object] = {
             "scale": rule.scale[0],
@@ -199,11 +190,11 @@ class Batch:
             "window": rule.window,
         }
         selecting.select_prefill(
-            self.index_query.to(DEVICE),
-            self.summaries.to(DEVICE),
-            None if self.ranges is None else self.ranges.to(DEVICE),
-            self.row["pos"].to(DEVICE),
-            {k: v.to(DEVICE) for k, v in groups.items()},
+            self.index_query,
+            self.summaries,
+            self.ranges,
+            self.row["pos"],
+            groups,
             scratch,
             ids,
             bias,
@@ -211,7 +202,7 @@ class Batch:
             launch=launch,
             **(numbers | changed),
         )
-        return ids.cpu(), bias.cpu(), int(scratch["redo_count"].sum())
+        return ids, bias, int(scratch["redo_count"].sum())
 
     def attend(
         self,
@@ -257,7 +248,7 @@ class Batch:
             max_blocks=self.max_blocks,
             launch=launch,
         )
-        return out.cpu(), {k: v.cpu() for k, v in scratch.items()}
+        return out, scratch
 
     # ---------------------------------------------------------------- the answers
     def candidates(self, i: int, given: bool = False) -> tuple[list[int], bool]:

@@ -14,6 +14,7 @@ from dash_portable.eager import EagerLayer
 from dash_portable.pages import prompt_coordinates, prompt_positions
 from dash_portable.step import Step, Trust, row_positions, rows_of
 from dash_portable.triton_layer import TritonLayer
+from tests.device import DEVICE
 
 OUTSIDE = 2**30
 Rows = tuple[int, int, int]  # sequence, first token, end
@@ -157,7 +158,7 @@ class World:
             positions.append(of[2])
             lengths.append(end)
             seqs.append(seq)
-        row_seq, query_start = rows_of(query_lens, torch.device("cpu"))
+        row_seq, query_start = rows_of(query_lens, DEVICE)
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
         table = torch.full((len(parts), max(map(len, self.blocks)) + 1), OUTSIDE, dtype=torch.int32)
         pages = torch.zeros(0)
@@ -174,7 +175,7 @@ class World:
             cache_shape=CacheShape.of(self.cache, self.config),
             heads=self.kv_heads * self.group,
             dtype=self.dtype,
-            device=torch.device("cpu"),
+            device=DEVICE,
             row_seq=row_seq,
             row_pos=row_positions(all_slots, row_seq, query_start, seq_lens),
             slots=all_slots,
