@@ -290,12 +290,18 @@ def survey(
     return choose(request, platform, policy, backends=backends, facts=facts)
 
 
+def plugged(backends: tuple[Backend, ...]) -> tuple[tuple[str, str], ...]:
+    """(distribution, version) of those that are installed and that only plug-ins ask about."""
+    asked = {name for row in backends for name in row.capability.packages}
+    extra = tuple(sorted(asked - set(DISTRIBUTIONS)))
+    return installed(extra) if extra else ()
+
+
 def platform_for(device: Any, backends: tuple[Backend, ...]) -> Platform:
     """The device's platform, with the packages that plug-ins ask about."""
     platform = current_platform(device)
-    asked = {name for row in backends for name in row.capability.packages}
-    extra = tuple(sorted(asked - set(DISTRIBUTIONS)))
-    return replace(platform, packages=platform.packages + installed(extra)) if extra else platform
+    extra = plugged(backends)
+    return replace(platform, packages=platform.packages + extra) if extra else platform
 
 
 # --- what others call -----------------------------------------------------------------------

@@ -10,7 +10,15 @@ from typing import Any
 from dash_portable import env
 from dash_portable.backends import probe, records
 from dash_portable.choice import Choice
-from dash_portable.dispatch import platform_for, policy_of, pretending, settle, survey, table
+from dash_portable.dispatch import (
+    platform_for,
+    plugged,
+    policy_of,
+    pretending,
+    settle,
+    survey,
+    table,
+)
 from dash_portable.platform import detect
 from dash_portable.platform.detect import installed
 from dash_portable.platform.facts import Platform, pretended
@@ -57,7 +65,7 @@ def _as_set(asked: tuple[Request, ...], settings: env.Settings) -> tuple[Request
 
 def pretended_here(name: str) -> Platform:
     """A named platform with what is installed here; torch and Triton are taken to be there."""
-    packages = {"torch": "", "triton": "", **dict(installed())}
+    packages = {"torch": "", "triton": "", **dict(installed()), **dict(plugged(table()))}
     platform = pretended(name, tuple(packages.items()))
     note = "pretended: torch and triton are taken to be there, other packages as installed here"
     return replace(platform, notes=(*platform.notes, note))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,14 +41,25 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     dispatch.forget()
     yield
     dispatch.forget()
-    for module in ("dash_portable_loops", "dash_portable_loops_adapter"):
+    for module in ("dash_portable_loops", "dash_portable_loops_adapter", "loops_attention"):
         sys.modules.pop(module, None)
+
+
+def test_the_guide_shows_the_package_as_it_is() -> None:
+    """What follows runs these files, so the guide's code works as it stands there."""
+    guide = (PACKAGE.parents[1] / "docs" / "adding-a-backend.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```(?:python|toml)\n(.*?)```", guide, re.S)
+    files = {path.name: path.read_text(encoding="utf-8") for path in PACKAGE.glob("*.*")}
+    assert sorted(shown) == sorted(files.values())
+    assert all(f"`{name}`" in guide for name in files)
 
 
 @pytest.mark.usefixtures("installed")
 def test_it_is_explained() -> None:
-    text = str(explanation.explain(platform="cpu"))
-    assert "  loops" in text
+    """Also on a platform that is only named: its package counts as installed there."""
+    for named in (None, "cpu"):
+        choices = explanation.explain(platform=named, backend="loops").choices
+        assert [choice.backend and choice.backend.name for choice in choices] == ["loops", "loops"]
     wide = asked(dtype="float32", cache_dtype="float32")
     here = dispatch.platform_for("cpu", dispatch.table())
     refused = str(explanation.explain(wide, here, backend="loops"))
@@ -90,6 +102,6 @@ def test_it_serves_the_calls() -> None:
 @pytest.mark.usefixtures("installed")
 def test_its_own_check_is_heard() -> None:
     row = next(row for row in dispatch.table() if row.name == "loops")
-    assert dispatch.probe.try_import(row, MACHINES["h200"]).text == "loops are for a CPU"
+    assert dispatch.probe.try_import(row, MACHINES["h200"]).text == "loops_attention is for a CPU"
     with pytest.raises(UnsupportedError):
         dispatch.choice_for(asked(dtype="float32", cache_dtype="float32"), "cpu", backend="loops")

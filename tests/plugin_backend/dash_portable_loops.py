@@ -1,19 +1,22 @@
-"""The rows that this package adds; no torch here, so that listing backends costs nothing."""
+"""The row; no torch here, so that listing backends costs nothing."""
 
 from dash_portable.backends.spec import Backend, Capability
+from dash_portable.platform.facts import Vendor
 
 BACKENDS = (
     Backend(
         name="loops",
         entry="dash_portable_loops_adapter:Gathered",
         check="dash_portable_loops_adapter:check",
-        stages=("gather",),
-        self_test=True,
+        stages=("gather",),  # what is done before and after it; with Segments: "gather", "merge"
+        self_test=True,  # until somebody ran it on this device
         capability=Capability(
-            packages=("dash-portable-loops",),
-            versions=("1.0", None),
+            vendors=frozenset({Vendor.CPU}),  # NVIDIA, AMD, INTEL; left out: any
+            packages=("dash-portable-loops",),  # distributions, of which one must be installed
+            versions=("1.0", None),  # from, and up to but not including
             dtypes=frozenset({"float16", "bfloat16"}),
             head_dims=frozenset(range(8, 249, 8)),
+            features=frozenset(),  # "graph" once its call can be captured
         ),
     ),
 )

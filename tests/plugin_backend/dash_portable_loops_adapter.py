@@ -1,30 +1,34 @@
-"""A library of attention written as loops, and its adapter: one gathered segment a row."""
+"""How `loops_attention` is called."""
 
-import torch
 from torch import Tensor
 
+from dash_portable.backends.imports import function, reason
 from dash_portable.platform.facts import Platform
 from dash_portable.segments import Call, Library, OneSegment
 
+NEEDED = ("loops_attention", "varlen_attention", ("cu_seqlens_k", "softmax_scale"))
+
 
 class Loops(Library):
-    """Takes q, k, v and where each run begins; gives out, no LSE."""
-
-    title = "loops"
+    title = "loops_attention"
+    widths = ()  # head widths it has, ascending; (): every multiple of 8
+    takes_groups = True  # several query heads for a kv head
 
     def __init__(self, call: Call) -> None:
+        """Once a step, before a graph is captured: look up, plan."""
         self.call = call
+        self.function = function(*NEEDED)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        starts, group = self.call.starts_k.tolist(), self.call.heads // self.call.kv_heads
-        out = torch.empty(*query.shape[:2], value.shape[-1], dtype=query.dtype)
-        for run in range(self.call.runs):
-            keys = key[starts[run] : starts[run + 1]].float()
-            values = value[starts[run] : starts[run + 1]].float()
-            for head in range(self.call.heads):
-                logit = keys[:, head // group] @ query[run, head].float() * self.call.scale
-                out[run, head] = (logit.softmax(0) @ values[:, head // group]).to(out.dtype)
-        return out, None
+        """Once a layer: no checks, no host sync."""
+        out = self.function(
+            query,
+            key,
+            value,
+            cu_seqlens_k=self.call.starts_k,
+            softmax_scale=self.call.scale,
+        )
+        return out, None  # or out and its log-sum-exp
 
 
 class Gathered(OneSegment):
@@ -32,5 +36,7 @@ class Gathered(OneSegment):
 
 
 def check(platform: Platform) -> str:
-    """Why it cannot be used, or ""."""
-    return "" if platform.device_type == "cpu" else "loops are for a CPU"
+    """Why it cannot be used here, or ""."""
+    if platform.device_type != "cpu":
+        return "loops_attention is for a CPU"
+    return reason(NEEDED)
