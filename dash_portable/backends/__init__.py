@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from dash_portable.backends.measured import FIGURES
 from dash_portable.backends.spec import Backend, Capability, Code, Rejection, Rule
@@ -31,14 +33,15 @@ _REPEATABLE = frozenset({"graph", "deterministic"})
 # Floors: torch's varlen and library calls of 2.8; Intel's build of Triton is one release behind.
 _TORCH = ("2.8", None)
 _TRITON = (TRITON_FLOOR, None)
-_FLASH2 = ("2.5", "3")
-_VLLM = ("vllm.vllm_flash_attn:flash_attn_varlen_func",)
+_FLASH2_VERSIONS = ("2.5", "3")
 _TRITON_SYMBOLS = ("triton:jit", "triton.language:dot")
 
+_VOLTA = tokens("Volta")
 _BEFORE_AMPERE = tokens("Volta", "Turing")
 _HOPPER = tokens("Hopper")
 _BIG_BLACKWELL = frozenset({"sm100", "sm103", "sm110"})
 _CDNA = tokens("CDNA2", "CDNA3", "CDNA4", "CDNA5")
+_BIG_CDNA = frozenset({"gfx942", "gfx950"})
 _RDNA = tokens("RDNA3", "RDNA3.5", "RDNA4")
 # The lists of flash-attention's setup.py for ROCm.
 _ROCM_FLASH = frozenset(
@@ -79,243 +82,134 @@ def no_bfloat16_on_turing(platform: Platform, request: Request) -> Rejection | N
     return Rejection(code=Code.COMBINATION, asked=f"{request.dtype} on sm75", offers="float16")
 
 
+_FLASHINFER_RULES = dict.fromkeys(("gather", "in_place"), (no_bfloat16_on_turing,))
+
+_FEATURES = {
+    "gather": frozenset[str](),
+    "segments": frozenset({"lse"}),
+    "in_place": frozenset({"lse", "in_place"}),
+}
+_STAGES = {"gather": ("gather",), "segments": ("gather", "merge"), "in_place": ("merge",)}
+_CLASSES = {"gather": "Gathered", "segments": "Segmented", "in_place": "Paged"}
+_WIDTHS = {"gather": _BY_8_AND_BIAS, "segments": _BY_8, "in_place": _BY_8}
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 def _library(
     name: str,
-    file: str,
-    ways: Mapping[str, str],
+    ways: str,
+    vendor: frozenset[Vendor],
+    package: str,
+    adapter: str,
     *,
-    vendors: frozenset[Vendor],
-    packages: tuple[str, ...],
     check: str = "check",
-    families: tuple[str, ...] = (),
-    symbols: tuple[str, ...] = (),
+    families: str = "",
+    symbol: str = "",
     archs: frozenset[str] | None = None,
-    except_archs: frozenset[str] = frozenset(),
+    not_on: frozenset[str] = frozenset(),
     versions: tuple[str | None, str | None] = (None, None),
-    head_dims: Mapping[str, frozenset[int]] | None = None,
-    block_sizes: frozenset[int] | None = None,
-    rules: Mapping[str, tuple[Rule, ...]] | None = None,
+    widths: Mapping[str, frozenset[int]] = _NOTHING,
+    pages: frozenset[int] | None = None,
+    rules: Mapping[str, tuple[Rule, ...]] = _NOTHING,
     features: frozenset[str] = _GRAPHS,
     generation: int | None = None,
 ) -> tuple[Backend, ...]:
     """A vendor library's rows, one per way of feeding it, named `<name>_<way>`.
 
-    ways       "gather" one segment a row, bias in extra key columns; "segments" each block and the
-               window gathered apart; "in_place" the same through a page table: -> class in `file`
-    head_dims  of a way, where it differs from what the way allows; `rules` of a way likewise
-    features   of every way; segments and in_place have their own beside them
+    ways      of "gather" (one segment a row, bias in extra key columns), "segments" (each block and
+              the window gathered apart) and "in_place" (the same through a page table)
+    adapter   "file:Pattern": a way's class is the pattern with Gathered, Segmented or Paged in it;
+              `check` is a function of the same file
+    symbol    what the library must have; widths and rules of a way, where it has its own; pages:
+              cache block sizes that are read in place
+    features  of every way; segments and in_place have their own beside them
     """
-    widths = {"gather": _BY_8_AND_BIAS, "segments": _BY_8, "in_place": _BY_8, **(head_dims or {})}
-    own = {
-        "gather": frozenset[str](),
-        "segments": frozenset({"lse"}),
-        "in_place": frozenset({"lse", "in_place"}),
-    }
-    stages = {"gather": ("gather",), "segments": ("gather", "merge"), "in_place": ("merge",)}
+    file, _, pattern = adapter.partition(":")
     module = f"dash_portable.backends.{file}"
     return tuple(
         Backend(
             name=f"{name}_{way}",
-            families=(name, *families),
+            families=(name, *families.split()),
             generation=generation,
-            entry=f"{module}:{runner}",
-            symbols=symbols,
+            entry=f"{module}:{pattern.format(_CLASSES[way])}",
+            symbols=(symbol,) if symbol else (),
             check=f"{module}:{check}",
-            stages=stages[way],
+            stages=_STAGES[way],
             self_test=True,
             capability=Capability(
-                vendors=vendors,
+                vendors=vendor,
                 archs=archs,
-                except_archs=except_archs,
-                packages=packages,
+                except_archs=not_on,
+                packages=(package,),
                 versions=versions,
                 dtypes=_HALVES,
-                head_dims=widths[way],
-                block_sizes=block_sizes if way == "in_place" else None,
-                features=features | own[way],
-                rules=(one_dtype, *(rules or {}).get(way, ())),
+                head_dims=widths.get(way, _WIDTHS[way]),
+                block_sizes=pages if way == "in_place" else None,
+                features=features | _FEATURES[way],
+                rules=(one_dtype, *rules.get(way, ())),
             ),
         )
-        for way, runner in ways.items()
+        for way in ways.split()
     )
 
 
+_ALL, _COPIED = "gather segments in_place", "gather segments"
+_FLASH2 = "flash_attn:flash_attn_varlen_func"
+_FLASH4 = "flash_attn.cute:flash_attn_varlen_func"
+_VLLM = "vllm.vllm_flash_attn:flash_attn_varlen_func"
+_FLASHINFER = "flashinfer:BatchPrefillWithPagedKVCacheWrapper"
+_AITER = "aiter.ops.mha:flash_attn_varlen_func"
+_XPU = "vllm_xpu_kernels.flash_attn_interface:flash_attn_varlen_func"
+_VARLEN = "torch.nn.attention.varlen:varlen_attn"
+_IPEX = "intel_extension_for_pytorch.llm.modules:PagedAttention"
+
+# name, ways, vendor, package, adapter; then where it runs; then what else there is to say of it
+# fmt: off
 _LIBRARIES = (
-    *_library(
-        "flash_attn3",
-        "flash_attn",
-        {"gather": "Gathered3", "segments": "Segmented3", "in_place": "Paged3"},
-        check="flash3_check",
-        families=("flash_attn",),
-        generation=3,
-        vendors=_NVIDIA,
-        archs=_HOPPER,
-        packages=("flash-attn-3",),
-        features=_REPEATABLE,
-    ),
-    *_library(
-        "vllm_flash_attn3",
-        "flash_attn",
-        {"gather": "VllmGathered3", "segments": "VllmSegmented3", "in_place": "VllmPaged3"},
-        check="copy3_check",
-        families=("flash_attn3", "flash_attn", "vllm_flash_attn"),
-        symbols=_VLLM,
-        generation=3,
-        vendors=_NVIDIA,
-        archs=_HOPPER,
-        packages=("vllm",),
-        features=_REPEATABLE,
-    ),
-    *_library(
-        "flash_attn4",
-        "flash_attn",
-        {"gather": "Gathered4", "segments": "Segmented4"},
-        check="flash4_check",
-        families=("flash_attn",),
-        symbols=("flash_attn.cute:flash_attn_varlen_func",),
-        generation=4,
-        vendors=_NVIDIA,
-        except_archs=_BEFORE_AMPERE,
-        packages=("flash-attn-4",),
-        rules=_FLASH4_RULES,
-    ),
-    *_library(
-        "vllm_flash_attn4",
-        "flash_attn",
-        {"gather": "VllmGathered4", "segments": "VllmSegmented4"},
-        check="copy4_check",
-        families=("flash_attn4", "flash_attn", "vllm_flash_attn"),
-        symbols=_VLLM,
-        generation=4,
-        vendors=_NVIDIA,
-        archs=_HOPPER | _BIG_BLACKWELL,
-        packages=("vllm",),
-        rules=_FLASH4_RULES,
-    ),
-    *_library(
-        "flash_attn2",
-        "flash_attn",
-        {"gather": "Gathered2", "segments": "Segmented2"},
-        check="flash2_check",
-        families=("flash_attn",),
-        symbols=("flash_attn:flash_attn_varlen_func",),
-        generation=2,
-        vendors=_NVIDIA,
-        except_archs=_BEFORE_AMPERE,
-        packages=("flash-attn",),
-        versions=_FLASH2,
-    ),
-    *_library(
-        "vllm_flash_attn2",
-        "flash_attn",
-        {"gather": "VllmGathered2", "segments": "VllmSegmented2", "in_place": "VllmPaged2"},
-        check="copy2_check",
-        families=("flash_attn2", "flash_attn", "vllm_flash_attn"),
-        symbols=_VLLM,
-        generation=2,
-        vendors=_NVIDIA,
-        except_archs=_BEFORE_AMPERE,
-        packages=("vllm",),
-        block_sizes=_BY_16,
-    ),
-    *_library(
-        "flashinfer",
-        "flashinfer",
-        {"gather": "Gathered", "in_place": "Paged"},
-        symbols=("flashinfer:BatchPrefillWithPagedKVCacheWrapper",),
-        vendors=_NVIDIA,
-        except_archs=tokens("Volta"),
-        packages=("flashinfer-python",),
-        versions=("0.6", None),
-        head_dims={"in_place": _FLASHINFER_DIMS},
-        rules=dict.fromkeys(("gather", "in_place"), (no_bfloat16_on_turing,)),
-        features=_REPEATABLE,
-    ),
-    *_library(
-        "aiter",
-        "aiter",
-        {"gather": "Gathered", "segments": "Segmented"},
-        symbols=("aiter.ops.mha:flash_attn_varlen_func",),
-        vendors=_AMD,
-        archs=_CDNA,
-        packages=("amd-aiter",),
-    ),
-    *_library(
-        "aiter_rdna",
-        "aiter",
-        {"gather": "GatheredRdna", "segments": "SegmentedRdna"},
-        families=("aiter",),
-        vendors=_AMD,
-        archs=_RDNA,
-        packages=("amd-aiter",),
-    ),
-    *_library(
-        "flash_attn2_rocm",
-        "flash_attn",
-        {"gather": "Gathered2", "segments": "Segmented2"},
-        check="flash2_check",
-        families=("flash_attn2", "flash_attn"),
-        symbols=("flash_attn:flash_attn_varlen_func",),
-        generation=2,
-        vendors=_AMD,
-        archs=_ROCM_FLASH,
-        packages=("flash-attn",),
-        versions=_FLASH2,
-    ),
-    *_library(
-        "flashinfer_rocm",
-        "flashinfer",
-        {"gather": "Gathered"},
-        families=("flashinfer",),
-        vendors=_AMD,
-        archs=frozenset({"gfx942", "gfx950"}),
-        packages=("amd-flashinfer",),
-        features=frozenset(),
-    ),
-    *_library(
-        "xpu",
-        "xpu",
-        {"gather": "Gathered", "segments": "Segmented"},
-        symbols=("vllm_xpu_kernels.flash_attn_interface:flash_attn_varlen_func",),
-        vendors=_INTEL,
-        archs=_XE2 | _XE3,
-        packages=("vllm-xpu-kernels",),
-        head_dims={"gather": _BY_8},
-    ),
-    *_library(
-        "torch_varlen",
-        "torch_varlen",
-        {"gather": "Gathered", "segments": "Segmented"},
-        symbols=("torch.nn.attention.varlen:varlen_attn",),
-        vendors=_NVIDIA,
-        except_archs=_BEFORE_AMPERE,
-        packages=("torch",),
-        versions=("2.11", None),
-    ),
+    *_library("flash_attn3", _ALL, _NVIDIA, "flash-attn-3", "flash_attn:{}3",
+              archs=_HOPPER, features=_REPEATABLE,
+              generation=3, families="flash_attn", check="flash3_check"),
+    *_library("vllm_flash_attn3", _ALL, _NVIDIA, "vllm", "flash_attn:Vllm{}3",
+              archs=_HOPPER, features=_REPEATABLE, symbol=_VLLM,
+              generation=3, families="flash_attn3 flash_attn vllm_flash_attn", check="copy3_check"),
+    *_library("flash_attn4", _COPIED, _NVIDIA, "flash-attn-4", "flash_attn:{}4",
+              not_on=_BEFORE_AMPERE, rules=_FLASH4_RULES, symbol=_FLASH4,
+              generation=4, families="flash_attn", check="flash4_check"),
+    *_library("vllm_flash_attn4", _COPIED, _NVIDIA, "vllm", "flash_attn:Vllm{}4",
+              archs=_HOPPER | _BIG_BLACKWELL, rules=_FLASH4_RULES, symbol=_VLLM,
+              generation=4, families="flash_attn4 flash_attn vllm_flash_attn", check="copy4_check"),
+    *_library("flash_attn2", _COPIED, _NVIDIA, "flash-attn", "flash_attn:{}2",
+              not_on=_BEFORE_AMPERE, versions=_FLASH2_VERSIONS, symbol=_FLASH2,
+              generation=2, families="flash_attn", check="flash2_check"),
+    *_library("vllm_flash_attn2", _ALL, _NVIDIA, "vllm", "flash_attn:Vllm{}2",
+              not_on=_BEFORE_AMPERE, pages=_BY_16, symbol=_VLLM,
+              generation=2, families="flash_attn2 flash_attn vllm_flash_attn", check="copy2_check"),
+    *_library("flashinfer", "gather in_place", _NVIDIA, "flashinfer-python", "flashinfer:{}",
+              not_on=_VOLTA, versions=("0.6", None), symbol=_FLASHINFER,
+              widths={"in_place": _FLASHINFER_DIMS}, rules=_FLASHINFER_RULES,
+              features=_REPEATABLE),
+    *_library("aiter", _COPIED, _AMD, "amd-aiter", "aiter:{}", archs=_CDNA, symbol=_AITER),
+    *_library("aiter_rdna", _COPIED, _AMD, "amd-aiter", "aiter:{}Rdna",
+              archs=_RDNA, families="aiter"),
+    *_library("flash_attn2_rocm", _COPIED, _AMD, "flash-attn", "flash_attn:{}2",
+              archs=_ROCM_FLASH, versions=_FLASH2_VERSIONS, symbol=_FLASH2,
+              generation=2, families="flash_attn2 flash_attn", check="flash2_check"),
+    *_library("flashinfer_rocm", "gather", _AMD, "amd-flashinfer", "flashinfer:{}",
+              archs=_BIG_CDNA, features=frozenset(), families="flashinfer"),
+    *_library("xpu", _COPIED, _INTEL, "vllm-xpu-kernels", "xpu:{}",
+              archs=_XE2 | _XE3, symbol=_XPU, widths={"gather": _BY_8}),
+    *_library("torch_varlen", _COPIED, _NVIDIA, "torch", "torch_varlen:{}",
+              not_on=_BEFORE_AMPERE, versions=("2.11", None), symbol=_VARLEN),
 )
 
 # Behind Triton: a gate that nobody has tested, and a library that is archived.
 _LATER = (
-    *_library(
-        "torch_varlen_rocm",
-        "torch_varlen",
-        {"gather": "Gathered"},
-        families=("torch_varlen",),
-        symbols=("torch.nn.attention.varlen:varlen_attn",),
-        vendors=_AMD,
-        packages=("torch",),
-        versions=("2.11", None),
-    ),
-    *_library(
-        "ipex",
-        "ipex",
-        {"gather": "Gathered"},
-        symbols=("intel_extension_for_pytorch.llm.modules:PagedAttention",),
-        vendors=_INTEL,
-        packages=("intel-extension-for-pytorch",),
-        features=frozenset(),
-    ),
+    *_library("torch_varlen_rocm", "gather", _AMD, "torch", "torch_varlen:{}",
+              versions=("2.11", None), symbol=_VARLEN, families="torch_varlen"),
+    *_library("ipex", "gather", _INTEL, "intel-extension-for-pytorch", "ipex:{}",
+              symbol=_IPEX, features=frozenset()),
 )
+# fmt: on
 
 _ROWS = (
     *(row for row in _LIBRARIES if row.stages == ("gather",)),
