@@ -56,7 +56,9 @@ audit-full() { compile all; }
 kernels-page() { "$PYTHON" -m ci.docs --check kernels --jobs "$JOBS"; }
 audit-nvidia() { compile sm80,sm86,sm89,sm90,sm100,sm120; }
 intel() { bash ci/intel/run.sh; }
-device() { "$PYTHON" -m pytest -q tests tests/kernels --require-vendor "$LANE_VENDOR"; }
+device() {
+    "$PYTHON" -m pytest -q -n "$JOBS" tests tests/kernels --require-vendor "$LANE_VENDOR"
+}
 faults() { "$PYTHON" -m ci.seeded_faults; }
 
 chosen=("$@")

@@ -1,4 +1,4 @@
-"""Triton's interpreter as a backend of the CPU, so that whole calls go through the kernels there."""
+"""Triton's interpreter as a backend of the CPU: whole calls go through the kernels there."""
 
 from __future__ import annotations
 

@@ -13,23 +13,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import dash_portable
 from tests import brute
 from tests.brute import IMAGE, MARKER, TEXT, UNDEFINED, Document
-from tests.device import BACKENDS, DEVICE
+from tests.device import BACKENDS, COMPILED, DEVICE, INTERPRETED
 from tests.golden import CASES, golden
 from tests.interpreter import kernels_serve
 from tests.paged import DTYPES, Paged, expected
 from tests.prompts import PROMPTS, document, random_answer, runs
 from tests.strategies import SMALL, cuts, documents
 
-BLOCK_SIZES = (2, 4, 8, 16, 32)  # divisors and multiples of SMALL's block of 8
+# Divisors and multiples of SMALL's block of 8.
+BLOCK_SIZES = (4, 16) if COMPILED else (2, 4, 8, 16, 32)
 
+# Where kernels are compiled, every new shape costs seconds: few examples, the same in each run, and
+# none made smaller. The interpreter is slow itself.
+EXAMPLES = 4 if COMPILED else 2 if INTERPRETED else 15
 some = settings(
-    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    deadline=None,
+    max_examples=EXAMPLES,
+    derandomize=EXAMPLES < 15,
+    phases=tuple(Phase) if EXAMPLES == 15 else (Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
 backends = st.sampled_from(BACKENDS)
 

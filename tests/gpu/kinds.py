@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from dash_portable.cache import summary_at
-from dash_portable.kernels import attend_prefill, launch, launch_prefill
+from dash_portable.kernels import launch, launch_prefill, prefill
 from dash_portable.kernels.cases import CASES
 from dash_portable.kernels.launch import Launch
 from dash_portable.plan import DashStep
@@ -157,7 +157,7 @@ def launched(kind: Kind) -> Iterator[set[str]]:
         for user in ("dash_portable.backends.triton", "dash_portable.triton_stages"):
             patch.setattr(f"{user}.prefill_row", changed)
         if kind.keys is not None:
-            patch.setattr(attend_prefill, "KEYS", kind.keys)
+            patch.setattr(prefill, "KEYS", kind.keys)
         patch.setattr(fused, "available", lambda device: True)  # the interpreter's CPU, too
         yield seen
 
