@@ -4,7 +4,6 @@ own. NaN in every blank.
 What a test makes lies on the device by default, random numbers too.
 """
 
-import functools
 import os
 
 import pytest
@@ -26,7 +25,12 @@ POISON = 0x7FFFFFFF
 @pytest.fixture(autouse=True)
 def on_device(monkeypatch: pytest.MonkeyPatch):
     if COMPILED:
-        monkeypatch.setattr(torch, "Generator", functools.partial(torch.Generator, device=DEVICE))
+        made = torch.Generator
+
+        def generator(device: torch.device | None = None) -> torch.Generator:
+            return made(device=device or torch.get_default_device())
+
+        monkeypatch.setattr(torch, "Generator", generator)
         torch.set_default_device(DEVICE)
     yield
     torch.set_default_device(None)

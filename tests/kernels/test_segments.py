@@ -10,6 +10,7 @@ import torch
 
 from dash_portable.segments import fused
 from dash_portable.self_test import make_case
+from tests.device import DEVICE
 from tests.fakes import flash_attn2, flash_attn3, vllm_flash_attn, xpu
 from tests.fakes.machine import Fake
 
@@ -38,9 +39,9 @@ def test_kernels_feed_libraries(
 ) -> None:
     fake.install(monkeypatch, tmp_path)
     monkeypatch.setattr(fused, "available", lambda device_type: True)
-    case = make_case(
-        phase=phase, block_size=block_size, group=2, head_dim=64, strided=block_size == 16
-    )
+    shape = {"phase": phase, "block_size": block_size, "strided": block_size == 16}
+    with torch.device("cpu"):  # it is made there, and moved
+        case = make_case(group=2, head_dim=64, device=str(DEVICE), **shape)
     file, _, name = entry.partition(":")
     runner = getattr(importlib.import_module(f"dash_portable.backends.{file}"), name)(case.step)
     out = torch.full_like(case.query, float("nan"))
