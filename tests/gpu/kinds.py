@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from dash_portable.cache import summary_at
-from dash_portable.kernels import launch, launch_prefill, prefill
+from dash_portable.kernels import launch, launch_prefill
 from dash_portable.kernels.cases import CASES
 from dash_portable.kernels.launch import Launch
 from dash_portable.plan import DashStep
@@ -24,6 +24,7 @@ from tests.device import DEVICE
 from tests.gpu.plain_library import WAYS
 from tests.gpu.served import (
     GROUPED,
+    LONG,
     PADDING,
     SHAPE,
     Part,
@@ -47,7 +48,6 @@ class Kind:
 
     run      "layer", "store" (with and without summaries), "rebuild", "segments"
     rows     changes of the launch rows: of decode selection, decode attention, prefill
-    keys     blocks that one program of the inversion takes, fewer than usual
     """
 
     parts: tuple[Part, ...]
@@ -55,7 +55,6 @@ class Kind:
     run: str = "layer"
     options: dict[str, Any] = field(default_factory=dict)
     rows: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] = ({}, {}, {})
-    keys: int | None = None
     shape: Shape = SHAPE
 
     @property
@@ -106,7 +105,7 @@ def _kinds() -> dict[str, Kind]:
         "prompts": Kind(parts=prompt, held=empty),
         "prompts by block": Kind(parts=prompt, held=empty, options={"deterministic": True}),
         "prompts by many blocks": Kind(
-            parts=prompt, held=empty, options={"deterministic": True}, keys=16
+            parts=prompt, held=empty, options={"deterministic": True}, shape=LONG
         ),
         "prompts by tile": Kind(
             parts=prompt, held=empty, rows=({}, {}, {"union_limit": 64, "tile_blocks": 2})
@@ -135,7 +134,7 @@ def launched(kind: Kind) -> Iterator[set[str]]:
     """The kernels that were launched while this was open, under the kind's launch rows."""
     seen: set[str] = set()
     call, through = Launch.__call__, KernelInterface.__getitem__
-    selecting, attending, prefill = (
+    selecting, attending, tiling = (
         launch.select_row, launch.attend_row, launch_prefill.prefill_row,
     )  # fmt: skip
     changes = kind.rows
@@ -151,13 +150,15 @@ def launched(kind: Kind) -> Iterator[set[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", noted)
         patch.setattr(KernelInterface, "__getitem__", taken)
-        patch.setattr(launch, "select_row", lambda *a: selecting(*a)._replace(**changes[0]))
-        patch.setattr(launch, "attend_row", lambda *a: attending(*a)._replace(**changes[1]))
-        changed = lambda *a: prefill(*a)._replace(**changes[2])  # noqa: E731
+        patch.setattr(
+            launch, "select_row", lambda *a, **k: selecting(*a, **k)._replace(**changes[0])
+        )
+        patch.setattr(
+            launch, "attend_row", lambda *a, **k: attending(*a, **k)._replace(**changes[1])
+        )
+        changed = lambda *a, **k: tiling(*a, **k)._replace(**changes[2])  # noqa: E731
         for user in ("dash_portable.backends.triton", "dash_portable.triton_stages"):
             patch.setattr(f"{user}.prefill_row", changed)
-        if kind.keys is not None:
-            patch.setattr(prefill, "KEYS", kind.keys)
         patch.setattr(fused, "available", lambda device: True)  # the interpreter's CPU, too
         yield seen
 

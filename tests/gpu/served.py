@@ -71,6 +71,9 @@ _TINY = Shape(
 SHAPE = _TINY if INTERPRETED else _MODEL
 GROUPED = replace(SHAPE, kv_heads=2, group=4, dtype=torch.float16, block_size=16)
 
+# Two sequences have more blocks than one program of the inversion takes.
+LONG = replace(SHAPE, longest=1200 * SHAPE.config.block)
+
 
 def prompts() -> list[list[int]]:
     """Roles of prompts with pages, without, and with many pages of one block."""

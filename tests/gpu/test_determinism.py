@@ -62,7 +62,7 @@ def test_a_row_has_the_same_bits_in_every_batch(mode: str) -> None:
             if MODES[mode]:
                 assert same(first[2], now[2]), f"output of row {part.seq} among {count}"
     ties = [seen[s][1] for s, at in enumerate(served.prompt_len) if (served.base[s] + at) % 3 == 0]
-    assert any(bool((bias == 0).all()) for bias in ties)
+    assert any(float(bias.abs().max()) < 1e-5 for bias in ties)  # equal scores, equal priors
 
 
 @pytest.mark.parametrize("mode", MODES)
