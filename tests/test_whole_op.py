@@ -8,11 +8,15 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dash_portable import dispatch
+from dash_portable.backends import BACKENDS
+from dash_portable.backends.spec import Facts, Policy, compare
+from dash_portable.errors import UnsupportedError
 from dash_portable.platform.facts import Platform
 from tests.fakes import (
     aiter,
@@ -25,9 +29,10 @@ from tests.fakes import (
     xpu,
 )
 from tests.fakes.machine import Fake
-from tests.machines import MACHINES
+from tests.machines import MACHINES, asked
 from tests.paged import Paged
 from tests.prompts import PROMPTS, document
+from tests.test_adapters import ADAPTERS
 
 SERVED: tuple[tuple[Fake, str, str], ...] = (
     (flash_attn2.CUDA, "a100", "flash_attn2_gather"),
@@ -69,13 +74,48 @@ def machine(fake: Fake, name: str) -> Platform:
     return replace(MACHINES[name], packages=packages)
 
 
-@pytest.mark.parametrize(
-    ("fake", "place", "row"), [pytest.param(*row, id=f"{row[0].name}-{row[2]}") for row in SERVED]
-)
+def grid() -> Iterator[tuple[Fake, str, str, int, int]]:
+    """Every fake, every row that it serves on its own machine, with and without groups."""
+    places = {platform.arch: name for name, platform in reversed(MACHINES.items())}
+    for fake, file, runners in ADAPTERS:
+        place = places[fake.arch]
+        for row in BACKENDS:
+            ours = row.entry in {f"dash_portable.backends.{file}:{name}" for name in runners}
+            platform = machine(fake, place)
+            if ours and not compare(row, asked(head_dim=64), platform, Policy(), Facts()):
+                yield fake, place, row.name, 4, 2
+                yield fake, place, row.name, 3, 3
+
+
+def rows() -> list[Any]:
+    """One row of each library in every run, groups in every other; with --full the whole grid."""
+    few = [(*row, *((4, 2) if number % 2 else (3, 3))) for number, row in enumerate(SERVED)]
+    more = [row for row in grid() if row not in few]
+    named = [(row, f"{row[0].name}-{row[2]}-{row[3]}-{row[4]}") for row in (*few, *more)]
+    return [
+        pytest.param(*row, id=name, marks=[pytest.mark.full] if row in more else [])
+        for row, name in named
+    ]
+
+
+def test_the_grid_has_every_library_row_but_those_that_are_refused() -> None:
+    served = {row for _, _, row, _, _ in grid()}
+    libraries = {row.name for row in BACKENDS if row.check}
+    assert libraries - served == {"flashinfer_rocm_gather", "torch_varlen_rocm_gather"}
+    assert {row for _, _, row in SERVED} <= served
+
+
+@pytest.mark.parametrize(("fake", "place", "row", "heads", "kv_heads"), rows())
 def test_calls_equal_the_oracle(
-    fake: Fake, place: str, row: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fake: Fake,
+    place: str,
+    row: str,
+    heads: int,
+    kv_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    of = document(PROMPTS["pages"][:210], decoded=[0, 0, 2], heads=4, kv_heads=2, seed=5)
+    of = document(PROMPTS["pages"][:210], decoded=[0, 0, 2], heads=heads, kv_heads=kv_heads, seed=5)
     length = len(of.prompt)
     exact, ours = (Paged([of], 32, "bfloat16", seed=1) for _ in range(2))
     expected = [exact.prefill([length - 30, 30], "EAGER")]
@@ -91,12 +131,22 @@ def test_calls_equal_the_oracle(
 
 
 def test_a_forced_library_that_is_absent_says_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request, what is not installed, what it would not take if it were, and who would."""
     bare = MACHINES["nvidia-bare"]
     monkeypatch.setattr(dispatch, "platform_for", lambda device, backends: bare)
-    of = document(PROMPTS["pages"][:40], seed=5)
-    with pytest.raises(dispatch.UnsupportedError) as caught:
-        Paged([of], 32, "bfloat16").prefill([40], "FLASHINFER")
-    text = str(caught.value)
-    assert "prefill bfloat16" in text
-    assert "flashinfer-python installed" in text
-    assert "sdpa" in text
+    request = asked(phase="prefill", dtype="float32", cache_dtype="float32", head_dim=80)
+    with pytest.raises(UnsupportedError) as caught:
+        dispatch.choice_for(request, backend="FLASHINFER")
+    lines = str(caught.value).splitlines()
+    text = "\n".join(lines)
+    assert "prefill float32 cache=float32 head_dim=80" in text
+    at = next(i for i, line in enumerate(lines) if "flashinfer_in_place: rejected" in line)
+    reasons = [line.strip() for line in lines[at + 1 : at + 5]]
+    assert reasons[0] == "missing: asked flashinfer-python installed, offers nothing"
+    assert "dtype: asked float32, offers bfloat16 float16" in reasons
+    assert "head_dim: asked 80, offers 64 128 256" in reasons
+    assert [line.split()[:2] for line in lines if " ok" in line and "chosen" not in line] == [
+        ["triton", "ok,"],
+        ["sdpa", "ok"],
+        ["eager", "ok"],
+    ]

@@ -326,13 +326,16 @@ def _request(backend: Backend, platform: Platform, request: Request) -> tuple[Re
 def compare(
     backend: Backend, request: Request, platform: Platform, policy: Policy, facts: Facts
 ) -> tuple[Rejection, ...]:
-    """All reasons of the first layer that has any: policy, machine, install, request."""
-    return (
-        _policy(backend, policy)
-        or _machine(backend, platform)
-        or _install(backend, platform, facts)
-        or _request(backend, platform, request)
-    )
+    """All reasons of the first layer that has any: policy, machine, install, request. Of a backend
+    that somebody insists on, everything that is missing here and that the request asks in vain.
+    """
+    earlier = _policy(backend, policy) or _machine(backend, platform)
+    if earlier:
+        return earlier
+    here = _install(backend, platform, facts)
+    if here and not (policy.forced and backend.is_named(policy.forced.name)):
+        return here
+    return here + _request(backend, platform, request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
