@@ -1,6 +1,6 @@
 """The signatures of the real libraries, read out of their wheels without importing them.
 
-    python ci/signatures.py            fetch what is missing (500 MB, once), rewrite the record
+    python ci/signatures.py            fetch what is missing (1.2 GB, once), rewrite the record
     python ci/signatures.py --check    only say whether the record is what the wheels hold
 
 Wheels are kept in $WHEELS_FOR_SIGNATURES, by default `dash_portable/wheels` in the user's cache
@@ -27,6 +27,8 @@ RECORD = HERE / "signatures.json"
 # A variable of this script alone; the package itself would refuse a name that it does not know.
 FOLDER = "WHEELS_FOR_SIGNATURES"
 TARGETS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "linux_x86_64")
+# torch's Python files are the same for every system, and its wheels for this one are the smallest.
+SMALLEST = ("macosx_11_0_arm64", "macosx_14_0_arm64")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Source:
     version: str
     files: tuple[tuple[str, tuple[str, ...]], ...]
     sdist: bool = False
+    targets: tuple[str, ...] = TARGETS
 
 
 _WRAPPERS = tuple(
@@ -55,11 +58,37 @@ SOURCES = (
         ),
         sdist=True,
     ),
+    # Generation 3 as of its first release candidates; of generation 2 the newer one stands above.
+    Source(
+        "flash-attn",
+        "2.7.4.post1",
+        (("hopper/flash_attn_interface.py", (*_VARLEN, "flash_attn_with_kvcache")),),
+        sdist=True,
+    ),
     Source("flash-attn-4", "4.0.0b36", (("flash_attn/cute/interface.py", _VARLEN),)),
     Source("flashinfer-python", "0.6.4", (("flashinfer/prefill.py", _WRAPPERS),)),
     Source("flashinfer-python", "0.7.4", (("flashinfer/prefill.py", _WRAPPERS),)),
+    *(
+        Source(
+            "vllm-xpu-kernels", version, (("vllm_xpu_kernels/flash_attn_interface.py", _VARLEN),)
+        )
+        for version in ("0.1.3.1", "0.1.16.2")
+    ),
     Source(
-        "vllm-xpu-kernels", "0.1.16.2", (("vllm_xpu_kernels/flash_attn_interface.py", _VARLEN),)
+        "intel-extension-for-pytorch",
+        "2.8.0",
+        (
+            (
+                "intel_extension_for_pytorch/llm/modules/mha_fusion.py",
+                ("PagedAttention.flash_attn_varlen_func",),
+            ),
+        ),
+    ),
+    *(
+        Source(
+            "torch", version, (("torch/nn/attention/varlen.py", ("varlen_attn",)),), False, SMALLEST
+        )
+        for version in ("2.10.0", "2.11.0", "2.12.0", "2.14.1")
     ),
     Source(
         "vllm",
@@ -108,7 +137,7 @@ def fetched(source: Source) -> Path:
         else:
             command += ["--only-binary", ":all:", "--python-version", "3.12", "--abi", "cp312"]
             command += ["--abi", "abi3", "--abi", "none", "--implementation", "cp"]
-            command += [text for tag in (*TARGETS, "any") for text in ("--platform", tag)]
+            command += [text for tag in (*source.targets, "any") for text in ("--platform", tag)]
         command += ["--dest", str(place), f"{source.distribution}=={source.version}"]
         skip = {**os.environ, "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
         subprocess.run(command, check=True, env=skip)

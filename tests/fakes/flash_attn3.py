@@ -99,6 +99,49 @@ def _whole(got, max_seqlen_k):
     return got.lse.masked_fill(got.empty, math.inf if max_seqlen_k == 0 else -math.inf)
 
 
+def with_kvcache_of_v274(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    sink_token_length=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+    return_softmax_lse=False,
+):
+    return flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        return_softmax_lse=return_softmax_lse,
+    )
+
+
 def _v274() -> ModuleType:
     def flash_attn_varlen_func(
         q,
@@ -112,7 +155,6 @@ def _v274() -> ModuleType:
         max_seqlen_k,
         softmax_scale=None,
         causal=False,
-        qv=None,
         q_descale=None,
         k_descale=None,
         v_descale=None,
@@ -129,7 +171,7 @@ def _v274() -> ModuleType:
         )
         return got.out.to(q.dtype), _whole(got, max_seqlen_k)
 
-    return _module(flash_attn_varlen_func)
+    return _module(flash_attn_varlen_func, with_kvcache_of_v274)
 
 
 def _v283() -> ModuleType:
@@ -200,11 +242,11 @@ def _main() -> ModuleType:
     return _module(flash_attn_varlen_func)
 
 
-def _module(varlen) -> ModuleType:
+def _module(varlen, with_kvcache=flash_attn_with_kvcache) -> ModuleType:
     return package(
         "flash_attn_interface",
         flash_attn_varlen_func=varlen,
-        flash_attn_with_kvcache=flash_attn_with_kvcache,
+        flash_attn_with_kvcache=with_kvcache,
     )
 
 

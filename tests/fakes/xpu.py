@@ -91,21 +91,86 @@ def _interface(heads_first: bool, compiled: tuple[int, ...]) -> ModuleType:
     )
 
 
-def _fake(version: str, heads_first: bool, compiled: tuple[int, ...]) -> Fake:
+def _old() -> ModuleType:
+    """Fewer arguments, and no slow stand-in that would note a missing kernel."""
+    newer = _interface(False, WIDTHS).flash_attn_varlen_func
+
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        max_seqlen_q,
+        cu_seqlens_q,
+        max_seqlen_k,
+        cu_seqlens_k=None,
+        seqused_k=None,
+        q_v=None,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=None,
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        block_table=None,
+        return_softmax_lse=False,
+        out=None,
+        scheduler_metadata=None,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        num_splits=0,
+        fa_version=2,
+        s_aux=None,
+        num_splits_kv=None,
+    ):
+        if num_splits > 1 or scheduler_metadata is not None or q_descale is not None:
+            raise NotImplementedError("FA2 does not support it")
+        return newer(
+            q,
+            k,
+            v,
+            max_seqlen_q,
+            cu_seqlens_q,
+            max_seqlen_k,
+            cu_seqlens_k=cu_seqlens_k,
+            seqused_k=seqused_k,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            block_table=block_table,
+            return_softmax_lse=return_softmax_lse,
+            out=out,
+            fa_version=fa_version,
+        )
+
+    return package(
+        "vllm_xpu_kernels.flash_attn_interface",
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        FA2_AVAILABLE=True,
+        FA2_UNAVAILABLE_REASON=None,
+    )
+
+
+def _fake(version: str, compiled: tuple[int, ...]) -> Fake:
     return Fake(
         name=f"vllm_xpu_kernels-{version}-{len(compiled)}",
         distributions=(("vllm-xpu-kernels", version),),
-        modules=lambda: {
-            "vllm_xpu_kernels.flash_attn_interface": _interface(heads_first, compiled)
-        },
+        modules=lambda: {"vllm_xpu_kernels.flash_attn_interface": _interface(True, compiled)},
         arch="bmg",
     )
 
 
 WIDTHS = (64, 96, 128, 192, 256, 512)
-OLD = _fake("0.1.11", False, WIDTHS)
-NEW = _fake("0.1.16.2", True, WIDTHS)
-PARTLY = _fake("0.1.16.2", True, (64, 128))
+OLD = Fake(
+    name="vllm_xpu_kernels-0.1.3.1",
+    distributions=(("vllm-xpu-kernels", "0.1.3.1"),),
+    modules=lambda: {"vllm_xpu_kernels.flash_attn_interface": _old()},
+    arch="bmg",
+)
+NEW = _fake("0.1.16.2", WIDTHS)
+PARTLY = _fake("0.1.16.2", (64, 128))
 
 
 def _broken() -> ModuleType:
@@ -136,7 +201,6 @@ def paged_varlen(
     is_cusal,
     block_tables,
     alibi_slopes,
-    sink=None,
     window_size_left=-1,
     window_size_right=-1,
     kv_cache_dtype="auto",
