@@ -331,6 +331,95 @@ def test_a_build_that_fails_is_a_refusal(
         runner_of(f"dash_portable.backends.flashinfer:{name}")(make_case().step)
 
 
+def test_plans_are_kept_a_few_and_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One plan for all steps of a shape, of any process's layers; the least recently used goes; all
+    wrappers share one workspace."""
+    module = flashinfer.V06.install(monkeypatch, tmp_path)["flashinfer"]
+    adapter = importlib.import_module("dash_portable.backends.flashinfer")
+    kind = module.BatchPrefillWithRaggedKVCacheWrapper
+    plan, made, rooms = kind.plan, list[object](), set[int]()
+
+    def counted(self: Any, *args: Any, **options: Any) -> None:
+        made.append(self)
+        plan(self, *args, **options)
+
+    init = kind.__init__
+
+    def spied(self: Any, workspace: torch.Tensor, *args: Any, **options: Any) -> None:
+        rooms.add(workspace.data_ptr())
+        init(self, workspace, *args, **options)
+
+    monkeypatch.setattr(kind, "plan", counted)
+    monkeypatch.setattr(kind, "__init__", functools.wraps(init)(spied))
+    runner = runner_of("dash_portable.backends.flashinfer:Gathered")
+    case = make_case()
+    first, again = runner(case.step), runner(case.step)
+    assert first.planned.wrapper is again.planned.wrapper
+    assert len(made) == 1
+    for group in range(2, 2 + adapter.PLANS):  # as many other shapes as are kept
+        runner(make_case(group=group).step)
+    assert adapter._plan_ragged.cache_info().currsize == adapter.PLANS
+    assert runner(case.step).planned.wrapper is not first.planned.wrapper
+    assert len(rooms) == 1
+
+
+def test_a_plan_inside_a_graph_is_its_own_and_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flashinfer.V06.install(monkeypatch, tmp_path)
+    adapter = importlib.import_module("dash_portable.backends.flashinfer")
+    monkeypatch.setattr(adapter, "_PINNED", [])
+    case, captured = make_case(), make_case(graph=True)
+    for name in ("Gathered", "Paged"):
+        runner = runner_of(f"dash_portable.backends.flashinfer:{name}")
+        plain, first, second = runner(case.step), runner(captured.step), runner(captured.step)
+        planned = [getattr(one.planned, "wrapper", one.planned) for one in (plain, first, second)]
+        assert len(set(map(id, planned))) == 3
+    assert len(adapter._PINNED) == 4
+    assert adapter._plan_ragged.cache_info().currsize == 1
+
+
+@pytest.mark.parametrize(
+    ("fake", "module", "runner"),
+    [
+        (aiter.CDNA, "aiter.ops.mha", "aiter:Gathered"),
+        (aiter.CDNA, "aiter.ops.mha", "aiter:Segmented"),
+        (flash_attn4.B36, "flash_attn.cute", "flash_attn:Gathered4"),
+        (flash_attn4.B36, "flash_attn.cute", "flash_attn:Segmented4"),
+    ],
+)
+def test_a_library_builds_itself_before_a_graph_is_captured(
+    fake: Fake, module: str, runner: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Planned for a graph it is called once, over zeros; another step of that shape needs none."""
+    made, calls = fake.install(monkeypatch, tmp_path)[module], list[bool]()
+    real = made.flash_attn_varlen_func
+    fails = [True]
+
+    @functools.wraps(real)
+    def watched(query: torch.Tensor, key: torch.Tensor, *args: Any, **options: Any) -> Any:
+        calls.append(bool((key[..., :64] == 0).all()))
+        if fails.pop():
+            raise RuntimeError("hipcc: not found")
+        fails.append(False)
+        return real(query, key, *args, **options)
+
+    monkeypatch.setattr(made, "flash_attn_varlen_func", watched)
+    monkeypatch.setattr(ways, "_BUILT", set())
+    kind = runner_of(f"dash_portable.backends.{runner}")
+    case = make_case(graph=True)
+    with pytest.raises(BackendError, match="hipcc: not found"):
+        kind(case.step)
+    fails.append(False)
+    planned = kind(case.step)
+    assert calls == [True, True]
+    kind(case.step), kind(make_case().step)
+    assert len(calls) == 2
+    out = torch.full_like(case.query, float("nan"))
+    planned.run(case.query, case.cache, case.ids, case.bias, out)
+    assert case.error(out) <= case.allowed()
+
+
 def test_in_place_refuses_strides_that_no_table_reaches() -> None:
     cache = torch.zeros(4, 3, 64, 128)
     uneven = torch.as_strided(cache, (3, 3, 64, 128), (3 * 64 * 128 + 128, 64 * 128, 128, 1))

@@ -25,6 +25,7 @@ class Aiter(Library):
     """The CDNA call. Builds itself with hipcc at the first call of each variant: minutes."""
 
     title = "aiter"
+    builds = True
 
     def __init__(self, call: Call) -> None:
         self.call = call

@@ -107,6 +107,7 @@ class Flash4(Library):
 
     title = "flash_attn 4"
     addressing = Addressing.FIXED
+    builds = True
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -192,6 +193,7 @@ class Copy4(Copy):
     title = "vllm flash_attn 4"
     generation = 4
     addressing = Addressing.FIXED
+    builds = True
 
 
 def flash3_module() -> str:

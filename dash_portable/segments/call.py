@@ -84,6 +84,7 @@ class Library(ABC):
     addressing        of gathered segments that are shorter than their slots
     heads_first       gathered keys and values of a head lie together in memory, which is one run
                       for a kernel that works head by head; it must take such strides
+    builds            it compiles itself at the first call of a configuration
     lse_layout, lse_base   of what `attend` returns
     """
 
@@ -92,6 +93,7 @@ class Library(ABC):
     takes_groups: ClassVar[bool] = True
     addressing: ClassVar[Addressing] = Addressing.CLOSED
     heads_first: ClassVar[bool] = False
+    builds: ClassVar[bool] = False
     lse_layout: Layout = "HN"
     lse_base: Base = "e"
 

@@ -45,6 +45,9 @@ SCRATCH_BYTES = (
 )  # of one pass; a prefill of many rows takes several passes through the same scratch
 
 
+_BUILT: set[tuple[object, ...]] = set()  # configurations that libraries have built
+
+
 class Way(ABC):
     """A runner over passes of rows; scratch and the library's plan are made once a step."""
 
@@ -128,6 +131,34 @@ class Called(Way):
         self.call = self._call(rows)
         self.planned = planned(self.library.title, lambda: self.library(self.call))
         self.room = self._room(rows)
+        if self.library.builds and self.step.graph:
+            self._build()
+
+    def _build(self) -> None:
+        """One call over the empty room, so that a library that builds itself when it is first
+        called does not do so while a graph is captured; once a process for a configuration."""
+        call = self.call
+        shape = (
+            call.width,
+            call.value_width,
+            call.heads,
+            call.kv_heads,
+            call.queries,
+            call.longest,
+        )
+        about = (self.library, shape, call.dtype, call.device, call.with_lse)
+        if about not in _BUILT:
+            planned(self.library.title, lambda: self._ask(*self._keys_and_values()))
+            _BUILT.add(about)
+
+    def _keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """Those of the room, as the library takes them."""
+        rows = self.passes[0].stop - self.passes[0].start
+        both = (x[: rows * self.slots] for x in (self.room.key, self.room.value))
+        if self.call.table is not None:
+            both = (x.view(-1, self.call.page, *x.shape[1:]) for x in both)
+        key, value = both
+        return key, value
 
     @abstractmethod
     def _call(self, rows: int) -> Call:
@@ -301,8 +332,7 @@ class Segments(Called):
     def _attend(
         self, part: slice, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor
     ) -> None:
-        keys, step = len(out) * self.slots, self.step
-        room, call = self.room, self.call
+        step, room, call = self.step, self.room, self.call
         if self.gather is not None:
             self.gather(step, part, query, cache, ids, bias)
             used = self.gather.used
@@ -325,11 +355,7 @@ class Segments(Called):
                 call.starts_k.copy_(starts)
             if call.length is not None:
                 call.length.copy_(used.flatten().clamp(min=1))
-        key, value = room.key[:keys], room.value[:keys]
-        if call.table is not None:
-            key = key.view(-1, call.page, *key.shape[1:])
-            value = value.view(-1, call.page, *value.shape[1:])
-        self._ask_and_merge(key, value, used, bias, out)
+        self._ask_and_merge(*self._keys_and_values(), used, bias, out)
 
 
 class InPlace(Called):
