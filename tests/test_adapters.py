@@ -150,6 +150,16 @@ def test_in_place_reads_a_strided_cache(
 
 
 @pytest.mark.parametrize(("fake", "entry"), IN_PLACE)
+def test_in_place_does_not_take_heads_for_tokens(
+    fake: Fake, entry: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As many kv heads as tokens in a cache block: no shape can tell which axis is which."""
+    fake.install(monkeypatch, tmp_path)
+    case = make_case(kv_heads=16, block_size=16)
+    assert case.error(run(entry, case)) <= case.allowed()
+
+
+@pytest.mark.parametrize(("fake", "entry"), IN_PLACE)
 def test_in_place_copies_nothing(
     fake: Fake, entry: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -212,43 +222,31 @@ def test_one_plan_serves_every_layer(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 # --- broken on purpose: each of these must show ------------------------------------------------
 
 
-def _transposed(library: type) -> dict[str, object]:
-    return {"lse_layout": "NH" if library.lse_layout == "HN" else "HN"}
+WITH_LSE = [row for row in ROWS if "Segmented" in str(row.id) or "Paged" in str(row.id)]
+OTHER: dict[str, object] = {"HN": "NH", "NH": "HN", "e": "2", "2": "e"}
 
 
-@pytest.mark.parametrize(
-    ("fake", "entry"), [row for row in ROWS if "Segmented" in str(row.id) and "xpu" not in row.id]
-)
-def test_a_transposed_lse_is_caught(
-    fake: Fake, entry: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fake.install(monkeypatch, tmp_path)
-    runner = runner_of(entry)
-    for name, value in _transposed(runner.library).items():
-        monkeypatch.setattr(runner.library, name, value)
-    case = make_case(group=2)
-    assert not case.error(run(entry, case)) <= case.allowed()
-
-
-@pytest.mark.parametrize("base", ["2"])
-@pytest.mark.parametrize(
-    ("fake", "entry"), [row for row in ROWS if "Segmented" in str(row.id) or "-Paged" in row.id]
-)
-def test_a_wrong_base_is_caught(
-    fake: Fake, entry: str, base: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fake.install(monkeypatch, tmp_path)
-    runner = runner_of(entry)
-    case = make_case()
+def run_misread(entry: str, case: Case, what: str) -> torch.Tensor:
+    """The attend with the library's LSE taken for what it is not: "layout" or "base"."""
+    made = runner_of(entry)(case.step)
     if entry.startswith("dash_portable.backends.flashinfer"):
-        made = runner(case.step)
-        meaning = made.planned.meaning
-        meaning["base"] = "e" if meaning["base"] == "2" else "2"
-        out = torch.full_like(case.query, float("nan"))
-        made.run(case.query, case.cache, case.ids, case.bias, out)
+        made.planned.meaning[what] = OTHER[made.planned.meaning[what]]
     else:
-        monkeypatch.setattr(runner.library, "lse_base", base)
-        out = run(entry, case)
+        setattr(made.planned, f"lse_{what}", OTHER[getattr(made.planned, f"lse_{what}")])
+    out = torch.full_like(case.query, float("nan"))
+    made.run(case.query, case.cache, case.ids, case.bias, out)
+    return out
+
+
+@pytest.mark.parametrize("what", ["layout", "base"])
+@pytest.mark.parametrize(("fake", "entry"), WITH_LSE)
+def test_a_misread_lse_is_caught(
+    fake: Fake, entry: str, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Transposed, or of the other base: for every way that merges by it."""
+    fake.install(monkeypatch, tmp_path)
+    case = make_case(group=2)
+    out = run_misread(entry, case, what)
     assert not case.error(out) <= case.allowed()
 
 
