@@ -11,6 +11,7 @@ already keeps such a cache can hand it over as it is.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ START = 22  # the same row: first token of page i, int32
 LOW = 26  # first row of a complete block: smallest image_page + 1 in it, uint16, 0 for none
 HIGH = 28  # the same row: the largest
 BYTES_END = 30
+_INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +137,9 @@ def empty_cache(
 
 
 def to_bytes(values: Tensor, width: int) -> Tensor:
-    """Integers to `width` byte values each, little endian: `[...]` to `[..., width]`, int64."""
-    shifts = torch.arange(0, 8 * width, 8, device=values.device)
-    return (values.long().unsqueeze(-1) >> shifts) & 255
+    """Integers to `width` byte values each, little endian: `[...]` to `[..., width]`, uint8."""
+    whole = values.to(_INTEGERS[width]).contiguous().unsqueeze(-1).view(torch.uint8)
+    return whole.flip(-1) if sys.byteorder == "big" else whole
 
 
 def from_bytes(elements: Tensor) -> Tensor:
@@ -146,11 +148,12 @@ def from_bytes(elements: Tensor) -> Tensor:
     Four bytes are an int32 (255, 255, 255, 255 is -1), two are a uint16.
     """
     width = elements.shape[-1]
-    # Another owner's cache may hold anything here; what is no byte must not poison the shift.
-    numbers = elements.float().nan_to_num(0.0, 0.0, 0.0).clamp(0, 255).long()
-    shifts = torch.arange(0, 8 * width, 8, device=elements.device)
-    whole = (numbers << shifts).sum(-1)
-    return whole - ((whole >> 31) << 32) if width == 4 else whole
+    # Another owner's cache may hold anything here; what is no byte must not poison the others.
+    numbers = elements.nan_to_num(0.0, 0.0, 0.0).clamp(0, 255).to(torch.uint8).contiguous()
+    if sys.byteorder == "big":
+        numbers = numbers.flip(-1)
+    whole = numbers.view(_INTEGERS[width]).squeeze(-1).long()
+    return whole & 0xFFFF if width == 2 else whole
 
 
 def places(

@@ -179,18 +179,21 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type in ("xpu", "mps") else torch.float64
 
 
+def angle_steps(config: DashConfig, head_dim: int, device: torch.device) -> Tensor:
+    """The `frequencies` as `angles` takes them, in the widest type of the device."""
+    return torch.tensor(frequencies(config, head_dim), dtype=widest(device), device=device)
+
+
 def angles(
-    tok: Tensor, page: Tensor, config: DashConfig, head_dim: int, dtype: torch.dtype
+    tok: Tensor, page: Tensor, config: DashConfig, steps: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Rotation angles `[N, head_dim / 2]`, in radians, in `dtype`.
+    """Rotation angles `[N, head_dim / 2]`, in radians, in `dtype`; `steps` are `angle_steps`.
 
     The last pair turns with the page, all others with the token number. Products are taken in
     float64 where the device has it: a token number of 10**5 times a float32 frequency is off by
     several thousandths of a radian.
     """
-    exact = widest(tok.device)
-    frequency = torch.tensor(frequencies(config, head_dim), dtype=exact, device=tok.device)
-    turning = tok.to(exact)[:, None] * frequency
-    paged = (page % config.page_mod).to(exact)[:, None]
+    turning = tok.to(steps.dtype)[:, None] * steps
+    paged = (page % config.page_mod).to(steps.dtype)[:, None]
     whole = torch.cat([turning, paged], 1)
     return torch.remainder(whole, 2 * math.pi).to(dtype)

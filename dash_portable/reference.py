@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dash_portable.config import DashConfig
-from dash_portable.pages import angles
+from dash_portable.pages import angle_steps, angles
 
 LIMIT = 1e4  # scores and router values are clamped to +-LIMIT; a score that is no number is -LIMIT
 
@@ -25,7 +25,8 @@ def rotate(
     """Rotate the pairs `(x[j], x[j + D / 2])` of rows `x [N, ..., D]` by their angles; gives
     `dtype`.
     """
-    return turn(x, angles(tok, page, config, x.shape[-1], dtype))
+    steps = angle_steps(config, x.shape[-1], tok.device)
+    return turn(x, angles(tok, page, config, steps, dtype))
 
 
 def turn(x: Tensor, angle: Tensor) -> Tensor:

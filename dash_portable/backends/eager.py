@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dash_portable.cache import places, read_lines
-from dash_portable.segments.rows import slot_count, slot_tokens, spans
+from dash_portable.segments.rows import slot_count
 from dash_portable.step import Step
 
 _ELEMENTS = 1 << 25  # gathered numbers of one chunk of rows
@@ -32,8 +32,9 @@ class Runner:
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         out.zero_()
         live = (self.step.row_pos >= 0).nonzero().flatten()
-        for part in live.split(self._rows) if len(live) else ():
-            out[part] = self._attend(query[part], cache, ids[part], bias[part], part).to(out.dtype)
+        for rows in live.split(self._rows) if len(live) else ():
+            made = self._attend(query[rows], cache, ids[rows], bias[rows], rows)
+            out[rows] = made.to(out.dtype)
 
     def _attend(
         self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, rows: Tensor
@@ -46,22 +47,52 @@ class Runner:
         return torch.einsum("nhgt,nhtd->nhgd", weight, values).flatten(1, 2)
 
 
+class GatheredRows:
+    """Live rows `[n]` of a step whose keys are gathered, each row's apart.
+
+    W slots a row: topk blocks, then the local window, which is the same in every layer. Slots that
+    a row does not use repeat its own token, which is never NaN, under a mask of -inf.
+    """
+
+    def __init__(self, step: Step, rows: Tensor) -> None:
+        config, device = step.config, rows.device
+        self.step, self.rows = step, rows
+        self.position = step.row_pos[rows].long()[:, None]  # [n, 1]
+        self.low = (self.position + 1 - config.local).clamp_min(0)
+        self._seqs = step.row_seq[rows].long()[:, None]
+        self._within = torch.arange(config.block, device=device)
+        self._heads = torch.arange(step.kv_heads, device=device)[:, None]
+        token = self.low + torch.arange(config.local, device=device)
+        used = token <= self.position
+        self._window = self._places(torch.where(used, token, self.position))
+        self._window_mask = torch.zeros(used.shape, device=device).masked_fill_(~used, -torch.inf)
+
+    def _places(self, token: Tensor) -> tuple[Tensor, Tensor]:
+        return places(self.step.block_table, self._seqs, token, self.step.block_size)
+
+    def gather(self, cache: Tensor, ids: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values float32 `[n, H, W, D]`, and what is added to their logits `[n, W]`.
+
+        ids, bias [n, S] of these rows
+        """
+        step, size = self.step, self.step.config.block
+        token = (ids.long() * size)[..., None] + self._within  # [n, S, block]
+        # A block of -1, which is none, has tokens below 0.
+        used = (token < self.low[..., None]) & (token >= 0)
+        mask = torch.where(used, bias.float()[..., None], -torch.inf).flatten(1)
+        remote = self._places(torch.where(used, token, self.position[..., None]).flatten(1))
+        block, place = (
+            torch.cat(both, 1)[:, None] for both in zip(remote, self._window, strict=True)
+        )
+        both = read_lines(cache, block, self._heads, place).float()
+        mask = torch.cat([mask, self._window_mask], 1)
+        return both[..., : step.head_dim], both[..., step.head_dim :], mask
+
+
 def gather_rows(
     step: Step, cache: Tensor, ids: Tensor, bias: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values float32 `[n, H, W, D]` of live rows, and what is added to their logits `[n,
-    W]`.
-
-    Slots that a row does not use repeat its own token, which is never NaN, under a mask of -inf.
+    """Keys and values float32 `[n, H, W, D]` of live rows `[n]`, and what is added to their
+    logits `[n, W]`; ids and bias `[n, S]`.
     """
-    config, position = step.config, step.row_pos[rows]
-    where = spans(position, ids, block=config.block, local=config.local)
-    token, used = slot_tokens(where, block=config.block, local=config.local)
-    token = torch.where(used, token, position[:, None]).long()
-    block, place = places(step.block_table, step.row_seq[rows, None], token, step.block_size)
-    heads = torch.arange(step.kv_heads, device=rows.device)[:, None]
-    both = read_lines(cache, block[:, None], heads, place[:, None]).float()
-    prior = bias.float().repeat_interleave(config.block, 1)
-    prior = torch.cat([prior, prior.new_zeros(len(rows), config.local)], 1)
-    mask = prior.masked_fill(~used, -torch.inf)
-    return both[..., : step.head_dim], both[..., step.head_dim :], mask
+    return GatheredRows(step, rows).gather(cache, ids, bias)

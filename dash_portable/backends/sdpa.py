@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dash_portable.backends.eager import gather_rows
+from dash_portable.backends.eager import GatheredRows
 from dash_portable.cache import read_lines
 from dash_portable.segments.given import given_slots
 from dash_portable.segments.rows import slot_count
@@ -48,31 +48,48 @@ class Runner:
                 mine = few & (step.row_seq == seq)
                 few = few & ~mine
                 self._many.append((seq, mine.nonzero().flatten()))
-        self._few = few.nonzero().flatten()
+        rows = few.nonzero().flatten()
+        parts = rows.split(self._gathered) if len(rows) else ()
+        self._few = [GatheredRows(step, part) for part in parts]
 
     @torch.no_grad()
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
+        if len(self._few) == 1 and len(self._few[0].rows) == len(out):
+            out.copy_(self._gather(query, cache, ids, bias, self._few[0]))
+            return
         out.zero_()
-        few = [self._few]
+        for part in self._few:
+            rows = part.rows
+            out[rows] = self._gather(query[rows], cache, ids[rows], bias[rows], part).to(out.dtype)
         for seq, rows in self._many:
             for part in rows.split(_ROWS):
-                blocks = SequenceBlocks(self.step, cache, seq)
-                made = blocks.attend(
-                    query[part], ids[part], bias[part], self.step.row_pos[part].long()
-                )
-                out[part] = made.to(out.dtype)
-                # In a shared product, NaN and infinity reach rows that do not read them.
-                few.append(part[~made.flatten(1).sum(1).isfinite()])
-        rows = torch.cat(few)
-        for part in rows.split(self._gathered) if len(rows) else ():
-            made = self._gather(query[part], cache, ids[part], bias[part], part)
-            out[part] = made.to(out.dtype)
+                self._attend_blocks(seq, part, query, cache, ids, bias, out)
+
+    def _attend_blocks(
+        self,
+        seq: int,
+        rows: Tensor,
+        query: Tensor,
+        cache: Tensor,
+        ids: Tensor,
+        bias: Tensor,
+        out: Tensor,
+    ) -> None:
+        position = self.step.row_pos[rows].long()
+        blocks = SequenceBlocks(self.step, cache, seq)
+        made = blocks.attend(query[rows], ids[rows], bias[rows], position)
+        out[rows] = made.to(out.dtype)
+        # In a shared product, NaN and infinity reach rows that do not read them.
+        again = rows[~made.flatten(1).sum(1).isfinite()]
+        for some in again.split(self._gathered) if len(again) else ():
+            part = GatheredRows(self.step, some)
+            out[some] = self._gather(query[some], cache, ids[some], bias[some], part).to(out.dtype)
 
     def _gather(
-        self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, rows: Tensor
+        self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, part: GatheredRows
     ) -> Tensor:
         step = self.step
-        keys, values, mask = gather_rows(step, cache, ids, bias, rows)
+        keys, values, mask = part.gather(cache, ids, bias)
         # [n, H, G, D]: the query heads of a kv head stand where the query tokens would.
         grouped = query.float().unflatten(1, (step.kv_heads, step.group))
         out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None])
