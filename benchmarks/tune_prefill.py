@@ -36,9 +36,8 @@ from benchmarks.correlated import index_queries, summaries
 from dash_portable.backends.triton import Runner
 from dash_portable.cache import CacheShape
 from dash_portable.config import DashConfig
-from dash_portable.kernels import attend_prefill as attend
 from dash_portable.kernels import group_rows as grouping
-from dash_portable.kernels import select_prefill as select
+from dash_portable.kernels import prefill
 from dash_portable.kernels.launch_prefill import PrefillRow, prefill_row
 from dash_portable.pages import prompt_positions
 from dash_portable.step import Step
@@ -47,21 +46,10 @@ from dash_portable.triton_layer import TritonLayer
 BLOCK, LOCAL_BLOCKS, TOPK, WINDOW, HEADS, WIDTH, CACHE_BLOCK = 32, 4, 12, 16, 10, 128, 64
 SCALE, FLOOR, SIGMA = 20.0, 1e-6, 2.0
 DEVICE = "cuda"
-KERNELS = {
-    "group": (grouping, ("rows_class", "rows_count", "rows_tiles", "rows_order")),
-    "select": (select, ("select_tile", "select_group", "select_redo")),
-    "attend": (
-        attend,
-        (
-            "union",
-            "invert_sum",
-            "invert_offset",
-            "invert_place",
-            "attend_tile",
-            "attend_pair",
-            "attend_merge",
-        ),
-    ),
+# The launches of a stage in their order, by their names in its plan.
+LAUNCHES = {
+    "select": ("first", "few", "redo"),
+    "attend": ("union", "sum", "offset", "place", "tile", "pair", "merge"),
 }
 
 
@@ -98,55 +86,42 @@ TILE_VARIANTS = [
         "tile_step": k,
         "tile_warps": w,
         "tile_stages": s,
+        "local_stages": n,
         "tile_options": o,
     }
-    for m, b, k, w, s, o in (
-        (0, 1, 32, 4, 2, MAXNREG_128),
-        (0, 1, 64, 4, 2, MAXNREG_128),
-        (0, 2, 64, 4, 1, MAXNREG_128),
-        (0, 2, 64, 4, 2, MAXNREG_128),
-        (0, 2, 64, 4, 2, {}),
-        (0, 2, 32, 4, 2, MAXNREG_168),
-        (128, 1, 32, 8, 2, MAXNREG_128),
-        (128, 1, 64, 8, 2, MAXNREG_128),
-        (128, 2, 64, 8, 1, MAXNREG_128),
-        (128, 2, 64, 8, 2, MAXNREG_128),
-        (128, 2, 64, 8, 3, MAXNREG_128),
-        (128, 4, 128, 8, 2, {}),
+    for m, b, k, w, s, n, o in (
+        (0, 1, 32, 4, 2, 2, MAXNREG_128),
+        (0, 1, 32, 4, 2, 1, MAXNREG_128),
+        (0, 1, 64, 4, 2, 1, MAXNREG_128),
+        (0, 2, 64, 4, 1, 1, MAXNREG_128),
+        (0, 2, 64, 4, 1, 1, MAXNREG_168),
+        (0, 1, 64, 4, 2, 1, MAXNREG_168),
+        (0, 1, 32, 4, 3, 2, MAXNREG_168),
+        (128, 2, 64, 8, 2, 2, MAXNREG_128),
     )
 ]
 PAIR_VARIANTS = [
     {"pair_tile": m, "pair_programs": p, "pair_warps": w, "pair_stages": s, "pair_options": o}
     for m, p, w, s, o in (
         (64, 1 << 20, 4, 3, {}),
-        (64, 1 << 20, 4, 2, {}),
-        (64, 264, 4, 3, {}),
-        (64, 528, 4, 3, {}),
-        (64, 1056, 4, 3, {}),
         (64, 4224, 4, 3, {}),
-        (128, 1 << 20, 8, 2, MAXNREG_128),
+        (128, 1 << 20, 4, 2, {}),
+        (128, 1 << 20, 4, 3, {}),
+        (128, 1 << 20, 8, 3, {}),
     )
 ]
 MERGE_VARIANTS = [
     {"merge_rows": r, "merge_warps": w, "merge_programs": p}
-    for r, w, p in (
-        (2, 1, 8448),
-        (2, 1, 4224),
-        (2, 1, 33792),
-        (2, 1, 1 << 20),
-        (4, 1, 4224),
-        (4, 2, 4224),
-        (1, 1, 4224),
-    )
+    for r, w, p in ((2, 1, 4224), (2, 1, 8448))
 ]
 UNION_VARIANTS = [{"union_warps": w} for w in (1, 2, 4)]
 STAGES = {
-    "select_tile": SELECT_VARIANTS,
-    "select_group": FEW_VARIANTS,
+    "first": SELECT_VARIANTS,
+    "few": FEW_VARIANTS,
     "union": UNION_VARIANTS,
-    "attend_tile": TILE_VARIANTS,
-    "attend_pair": PAIR_VARIANTS,
-    "attend_merge": MERGE_VARIANTS,
+    "tile": TILE_VARIANTS,
+    "pair": PAIR_VARIANTS,
+    "merge": MERGE_VARIANTS,
 }
 LIMITS = (0, 48, 64, 80, 96)
 BUDGETS = {  # MiB for the partial results of one chunk
@@ -155,21 +130,12 @@ BUDGETS = {  # MiB for the partial results of one chunk
 }
 
 
-class Nothing:
-    """Stands in for a kernel that is left out."""
-
-    arg_names = ()
-
-    def __getitem__(self, grid: object) -> Any:
-        return lambda *args, **options: None
-
-
 class Work:
     """One workload on the GPU."""
 
-    def __init__(self, name: str, budget: int = 1 << 30) -> None:
+    def __init__(self, name: str, budget: int | None = None) -> None:
         parts, self.correlation = WORKLOADS[name]
-        self.name, self.budget = name, budget
+        self.name, self.budget = name, budget or prefill_row("sm90").budget
         pages = [p if isinstance(p, list) else [] for p in parts]
         self.layouts = [p if isinstance(p, list) else [(p, 0)] for p in parts]
         self.lengths = [sum(a + b for a, b in p) if isinstance(p, list) else p for p in parts]
@@ -238,14 +204,14 @@ class Work:
         shapes = grouping.group_shapes(self.rows, self.seqs, launch.tile, launch.wide)
         self.groups = {k: self._ints(s) for k, s in shapes.items()}
         self.lists = {
-            k: self._ints(s) for k, s in select.select_shapes(self.rows, self.seqs).items()
+            k: self._ints(s) for k, s in prefill.select_shapes(self.rows, self.seqs).items()
         }
         kinds = {
             "int32": torch.int32,
             "float32": torch.float32,
             "query": torch.bfloat16,
         }
-        wanted = attend.attend_shapes(
+        wanted = prefill.attend_shapes(
             self.rows,
             self.seqs,
             self.groups.get("wide", self.groups["tiles"]).shape[0],
@@ -260,6 +226,35 @@ class Work:
         self.scratch = {
             k: torch.zeros(s, dtype=kinds[t], device=DEVICE) for k, (t, s) in wanted.items()
         }
+        row_pos = self.row["pos"]
+        selection = prefill.SelectPrefill(
+            self.summaries,
+            self.ranges,
+            row_pos,
+            self.groups,
+            self.lists,
+            self.ids,
+            self.bias,
+            sigma=SIGMA,
+            block=BLOCK,
+            window=WINDOW,
+            launch=launch,
+        )
+        attention = prefill.AttendPrefill(
+            self.table,
+            row_pos,
+            self.groups,
+            self.scratch,
+            heads=HEADS,
+            width=WIDTH,
+            kv_heads=HEADS,
+            cache_block=CACHE_BLOCK,
+            block=BLOCK,
+            local=LOCAL_BLOCKS * BLOCK,
+            max_blocks=self.max_blocks,
+            launch=launch,
+        )
+        self.plans: dict[str, Any] = {"select": selection, "attend": attention}
 
     def _ints(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=DEVICE)
@@ -284,41 +279,10 @@ class Work:
         )
 
     def select(self) -> None:
-        select.select_prefill(
-            self.index_query,
-            self.summaries,
-            self.ranges,
-            self.row["pos"],
-            self.groups,
-            self.lists,
-            self.ids,
-            self.bias,
-            scale=SCALE,
-            floor=FLOOR,
-            sigma=SIGMA,
-            block=BLOCK,
-            topk=TOPK,
-            window=WINDOW,
-            tile=self.launch.tile,
-            launch=self.launch,
-        )
+        self.plans["select"](self.index_query, SCALE, FLOOR)
 
     def attend(self) -> None:
-        attend.attend_prefill(
-            self.query,
-            self.cache,
-            self.table,
-            self.row["pos"],
-            self.ids,
-            self.bias,
-            self.groups,
-            self.scratch,
-            self.out,
-            block=BLOCK,
-            local=LOCAL_BLOCKS * BLOCK,
-            max_blocks=self.max_blocks,
-            launch=self.launch,
-        )
+        self.plans["attend"](self.query, self.cache, self.ids, self.bias, self.out)
 
     def whole(self) -> None:
         self.group()
@@ -461,42 +425,39 @@ def median_us(run: Any, budget_ms: float = 120.0) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def in_place(work: Work, kernel: str) -> float:
-    """Time of one kernel: its stage up to it, less its stage up to the kernel before it."""
-    stage = next(s for s, (_, names) in KERNELS.items() if kernel in names)
-    module, names = KERNELS[stage]
-    kept = {n: getattr(module, f"{n}_kernel") for n in names}
-    at = names.index(kernel)
-    times = []
-    try:
-        for end in (at, at + 1):
-            for n in names[end:]:
-                setattr(module, f"{n}_kernel", Nothing())
-            times.append(median_us(getattr(work, stage)))
-            for n, found in kept.items():
-                setattr(module, f"{n}_kernel", found)
-    finally:
+def nothing(*args: object) -> None:
+    """Stands in for a launch that is left out."""
+
+
+def in_place(work: Work, launch: str) -> float:
+    """Time of one launch: its stage up to it, less its stage up to the launch before it."""
+    stage = next(s for s, names in LAUNCHES.items() if launch in names)
+    plan, names = work.plans[stage], LAUNCHES[stage]
+    kept, times = {n: getattr(plan, n) for n in names}, []
+    at = names.index(launch)
+    for end in (at, at + 1):
         for n, found in kept.items():
-            setattr(module, f"{n}_kernel", found)
+            if found is not None:
+                setattr(plan, n, found if n in names[:end] else nothing)
+        times.append(median_us(getattr(work, stage)))
+    for n, found in kept.items():
+        setattr(plan, n, found)
     return times[1] - times[0]
 
 
 def stages_in_place(work: Work) -> dict[str, float]:
-    """Time of every kernel by the growing part of its stage."""
+    """Time of every launch by the growing part of its stage."""
     found = {}
-    for stage, (module, names) in KERNELS.items():
-        kept = {n: getattr(module, f"{n}_kernel") for n in names}
-        before = 0.0
-        try:
-            for n in names:
-                setattr(module, f"{n}_kernel", Nothing())
-            for n in names:
-                setattr(module, f"{n}_kernel", kept[n])
+    for stage, names in LAUNCHES.items():
+        plan, before = work.plans[stage], 0.0
+        kept = {n: getattr(plan, n) for n in names if getattr(plan, n) is not None}
+        for n in kept:
+            setattr(plan, n, nothing)
+        for n in names:
+            if n in kept:
+                setattr(plan, n, kept[n])
                 now = median_us(getattr(work, stage), 60.0)
                 found[n], before = now - before, now
-        finally:
-            for n, kernel in kept.items():
-                setattr(module, f"{n}_kernel", kernel)
     return found
 
 
@@ -684,7 +645,7 @@ def tune(work: Work, kernels: list[str]) -> tuple[PrefillRow, dict[str, Any]]:
                 work.use(variant)
                 work.whole()
                 torch.cuda.synchronize()
-                took = median_us(work.select) if kernel == "select_tile" else in_place(work, kernel)
+                took = median_us(work.select) if kernel == "first" else in_place(work, kernel)
             except Exception as error:
                 print(f"   {kernel} {change}: {str(error)[:160]}", flush=True)
                 continue
@@ -732,7 +693,7 @@ def measure(work: Work, dense: bool) -> dict[str, Any]:
         "launch": work.launch._asdict(),
     }
     result["check"] = work.check()
-    for stage in KERNELS:
+    for stage in ("group", *LAUNCHES):
         result[stage] = median_us(getattr(work, stage))
     result |= stages_in_place(work)
     try:
@@ -746,19 +707,8 @@ def measure(work: Work, dense: bool) -> dict[str, Any]:
 
 
 def line(result: dict[str, Any]) -> str:
-    short = {
-        "select_tile": "tile",
-        "select_group": "few",
-        "select_redo": "redo",
-        "union": "union",
-        "invert_sum": "sum",
-        "invert_offset": "offset",
-        "invert_place": "place",
-        "attend_tile": "TILE",
-        "attend_pair": "PAIR",
-        "attend_merge": "MERGE",
-    }
-    parts = " ".join(f"{text} {result[k]:.0f}" for k, text in short.items())
+    names = [n for several in LAUNCHES.values() for n in several if n in result]
+    parts = " ".join(f"{n} {result[n]:.0f}" for n in names)
     dense = " ".join(f"{k} {v:.0f}" for k, v in result.get("dense", {}).items())
     layer = " ".join(f"{k} {v:.0f}" for k, v in result["layer"].items())
     return (
@@ -796,22 +746,12 @@ def main() -> None:
     results, launches = [], {}
     if not args.no_tune:
         for name, kernels in (
-            (
-                "random-131072",
-                [
-                    "select_tile",
-                    "select_group",
-                    "union",
-                    "attend_tile",
-                    "attend_pair",
-                    "attend_merge",
-                ],
-            ),
-            ("random-32768", ["attend_pair"]),
-            ("random-8192", ["select_tile", "attend_pair", "attend_merge"]),
-            ("alike-131072", ["attend_tile"]),
-            ("16-tiled", ["attend_tile"]),
-            ("8-pages", ["attend_tile"]),
+            ("random-131072", list(STAGES)),
+            ("random-32768", ["pair"]),
+            ("random-8192", ["first", "union", "pair"]),
+            ("alike-131072", ["union", "tile"]),
+            ("16-tiled", ["union", "tile"]),
+            ("8-pages", ["union", "tile"]),
         ):
             if args.only and name not in names:
                 continue

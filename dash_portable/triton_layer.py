@@ -78,6 +78,8 @@ class TritonLayer:
                 own.copy_(theirs)
         if self._tiles is not None:
             self._tiles.refresh()
+        if self._side is not None:
+            self._side.refresh()
 
     def prepare(
         self,

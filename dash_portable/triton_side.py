@@ -42,6 +42,7 @@ class Side:
         self.ranges = torch.empty((seqs, kept[0], 2), dtype=torch.int32, device=device)
         self.pages = torch.empty((seqs, kept[1], 2), dtype=torch.int32, device=device)
         self._end = torch.empty(seqs, dtype=torch.int32, device=device)
+        self._found = False  # pages and their end, which are the same in every layer
         heads, width, P, block = step.kv_heads, step.head_dim, step.block_size, step.config.block
         half = power_of_two(width // 2)
         self._find_pages = Launch(
@@ -74,34 +75,38 @@ class Side:
                 summaries_copy_kernel,
                 seqs * -(-self.max_blocks // launch.COPY_TILE),
                 (heads, width, half, P, block, launch.COPY_TILE),
+                fixed={
+                    "seq_lens_ptr": step.seq_lens,
+                    "table_ptr": step.block_table,
+                    "side_ptr": self.summaries,
+                    "range_ptr": self.ranges,
+                    "max_blocks": self.max_blocks,
+                    "stride_table": step.block_table.stride(0),
+                },
                 warps=launch.SUMMARY_WARPS,
             )
+
+    def refresh(self) -> None:
+        """Take over what was changed in place in the step's tensors."""
+        table = self._step.page_table
+        if self._given is not None and table is not None and self._given is not table:
+            self._given.copy_(table)
+        self._found = False
 
     def fill(self, cache: Tensor, head_cls: Tensor) -> None:
         """From one layer's cache, after its store."""
         step = self._step
         strides = (*cache.stride()[:3], step.block_table.stride(0))
         given = step.row_pos if self._given is None else self._given
-        if (
-            self._given is not None
-            and step.page_table is not None
-            and self._given is not step.page_table
-        ):
-            self._given.copy_(step.page_table)
-        self._find_pages(
-            step.seq_lens, cache, step.block_table, given, self.pages, self._end, *strides,
-            0 if self._given is None else given.stride(0), self.pages.stride(0),
-        )  # fmt: skip
+        if not self._found:
+            self._find_pages(
+                step.seq_lens, cache, step.block_table, given, self.pages, self._end, *strides,
+                0 if self._given is None else given.stride(0), self.pages.stride(0),
+            )  # fmt: skip
+            # A captured step runs all its launches in every layer.
+            self._found = not step.graph
         if self._copy is not None:
-            self._copy(
-                step.seq_lens,
-                cache,
-                step.block_table,
-                self.summaries,
-                self.ranges,
-                self.max_blocks,
-                *strides,
-            )
+            self._copy(cache, *strides[:3])
             return
         prefix = step.seq_lens if step.prefix_lens is None else step.prefix_lens
         self._summarize(

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from .kernels import launch
 from .kernels.group_rows import group_rows, group_shapes
-from .kernels.kept import Launches
 from .kernels.launch import Launch, power_of_two
 from .kernels.launch_prefill import prefill_row
+from .kernels.prefill import SelectPrefill, select_shapes
 from .kernels.select_decode import select_decode_kernel, select_merge_kernel, store_select_kernel
-from .kernels.select_prefill import select_prefill, select_shapes
 from .kernels.store import store_row_kernel
 from .kernels.store_tiles import store_coordinates_kernel, store_tile_kernel
 from .step import Step
@@ -75,6 +74,8 @@ class RowSelection:
             self._chunk,
             row.ticket,
             row.ahead,
+            row.maxima,
+            row.narrow,
         )
         self._inverse_sigma = 1.0 / config.sigma
         self._dummy = layer._turns
@@ -224,7 +225,14 @@ class RowSelection:
             "merge",
             select_merge_kernel,
             step.num_rows,
-            (config.block, config.topk, config.window, self._row.tile, self._chunk),
+            (
+                config.block,
+                config.topk,
+                config.window,
+                self._row.tile,
+                self._chunk,
+                self._row.maxima,
+            ),
             warps=launch.MERGE_WARPS,
         )
         run(
@@ -249,11 +257,12 @@ class TileRows:
         self._start, self._end = ints(max(rows, 1)), ints(max(seqs, 1))
         self._order, self._live = ints(rows), ints(seqs + 1)
         self._tiles = _tiles(step)
-        self._launches = Launches()
         self._prefill = prefill_row(layer._arch, step.dtype.itemsize, block=step.config.block)
         grouped = group_shapes(rows, seqs, self._prefill.tile, self._prefill.wide)
         self.groups = {name: ints(*shape) for name, shape in grouped.items()}
         self._scratch = {name: ints(*shape) for name, shape in select_shapes(rows, seqs).items()}
+        self._store: dict[bool, Launch] = {}
+        self._select: SelectPrefill | None = None
         self._located = self._grouped = False
         self.selected = False
         _TILE_ROWS[id(step)] = (
@@ -307,25 +316,44 @@ class TileRows:
             # which one is first.
             self._located = not step.graph
         given = head_cls is not None
+        run = self._store.get(given)
+        if run is None:
+            run = self._store[given] = self._stored(given)
+        run(
+            q, k, v, iq, ik, cache, head_cls if given else layer._turns,
+            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0), *cache.stride()[:3],
+        )  # fmt: skip
+
+    def _stored(self, given: bool) -> Launch:
+        """The launch that stores the rows; given: whether it summarises the blocks they end."""
+        layer, step = self._layer, self._step
         # Grouped queries make one kv head's share large enough.
         heads = max(1, min(launch.STORE_HEADS // step.group, step.kv_heads))
         parts = -(-step.kv_heads // heads)
-        run = layer.launch(
-            f"store {given}",
+        return Launch(
             store_tile_kernel,
             (parts + 1) * len(self._tiles),
             (*layer._sizes, *layer._blocks, layer._given, given, heads, parts),
+            fixed={
+                "query_ptr": layer.query,
+                "index_ptr": layer.index_query,
+                "turn_ptr": layer._turns,
+                "slots_ptr": step.slots,
+                "roles_ptr": step.roles,
+                "positions_ptr": step.row_pos if layer._positions is None else layer._positions,
+                "order_ptr": self._order,
+                "live_ptr": self._live,
+                "seq_lens_ptr": step.seq_lens,
+                "tile_ptr": self._tiles,
+                "table_ptr": step.block_table,
+                "coords_ptr": self.coordinates,
+                "start_ptr": self._start,
+                "end_ptr": self._end,
+                "num_rows": step.num_rows,
+                "stride_table": step.block_table.stride(0),
+            },
             warps=launch.STORE_WARPS,
         )
-        run(
-            q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls if given else
-            layer._turns, layer._turns,
-            step.slots, step.roles, positions, self._order, self._live, step.seq_lens, self._tiles,
-            step.block_table,
-            self.coordinates, self._start, self._end, step.num_rows,
-            q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0), *cache.stride()[:3],
-            table_stride,
-        )  # fmt: skip
 
     def select(
         self, index_query: Tensor, cache: Tensor, side: Side, scale: float, floor: float
@@ -351,25 +379,21 @@ class TileRows:
             )
             self._grouped = not step.graph
         self.selected = True
-        select_prefill(
-            index_query,
-            side.summaries,
-            side.ranges,
-            step.row_pos,
-            self.groups,
-            self._scratch,
-            layer.ids,
-            layer.bias,
-            scale=scale,
-            floor=floor,
-            sigma=config.sigma,
-            block=config.block,
-            topk=config.topk,
-            window=config.window,
-            tile=self._prefill.tile,
-            launch=self._prefill,
-            launches=self._launches,
-        )
+        if self._select is None:
+            self._select = SelectPrefill(
+                side.summaries,
+                side.ranges,
+                step.row_pos,
+                self.groups,
+                self._scratch,
+                layer.ids,
+                layer.bias,
+                sigma=config.sigma,
+                block=config.block,
+                window=config.window,
+                launch=self._prefill,
+            )
+        self._select(index_query, scale, floor)
 
 
 def _tiles(step: Step) -> Tensor:

@@ -7,17 +7,14 @@ from torch import Tensor
 
 from dash_portable.kernels import launch
 from dash_portable.kernels.attend_decode import attend_decode_kernel, attend_merge_kernel
-from dash_portable.kernels.attend_prefill import attend_prefill, attend_shapes
 from dash_portable.kernels.group_rows import group_rows, group_shapes, tile_bound
-from dash_portable.kernels.kept import Launches
 from dash_portable.kernels.launch import Launch, power_of_two
 from dash_portable.kernels.launch_prefill import prefill_row
+from dash_portable.kernels.prefill import AttendPrefill, attend_shapes
 from dash_portable.platform.detect import current_platform
 from dash_portable.step import Step
 from dash_portable.triton_layer import on_device
 from dash_portable.triton_stages import grouped_rows
-
-_BUDGET = 1 << 30  # bytes for the partial results of one chunk of a prefill step
 
 
 class DecodeRunner:
@@ -73,9 +70,7 @@ class PrefillRunner:
     def __init__(self, step: Step, arch: str) -> None:
         self._step = step
         config, rows, seqs, device = step.config, step.num_rows, step.num_seqs, step.device
-        row = self._row = prefill_row(
-            arch, step.dtype.itemsize, step.deterministic, config.block
-        )
+        row = self._row = prefill_row(arch, step.dtype.itemsize, step.deterministic, config.block)
         shapes = attend_shapes(
             rows,
             seqs,
@@ -85,7 +80,7 @@ class PrefillRunner:
             step.head_dim,
             step.dtype.itemsize,
             config.topk,
-            budget=_BUDGET,
+            budget=row.budget,
             launch=row,
         )
         self._scratch = {
@@ -95,7 +90,8 @@ class PrefillRunner:
             for name, (kind, shape) in shapes.items()
         }
         self._own: dict[str, Tensor] | None = None
-        self._launches = Launches()
+        self._attend: AttendPrefill | None = None  # made for the groups that it is bound to
+        self._bound: dict[str, Tensor] | None = None
         self.refresh()
 
     def refresh(self) -> None:
@@ -134,23 +130,25 @@ class PrefillRunner:
         return self._own
 
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
-        step, config = self._step, self._step.config
-        attend_prefill(
-            query,
-            cache,
-            step.block_table,
-            step.row_pos,
-            ids,
-            bias,
-            self._groups(cache),
-            self._scratch,
-            out,
-            block=config.block,
-            local=config.local,
-            max_blocks=max(step.max_blocks, 1),
-            launch=self._row,
-            launches=self._launches,
-        )
+        groups = self._groups(cache)
+        if self._attend is None or groups is not self._bound:
+            self._bound = groups
+            step, config = self._step, self._step.config
+            self._attend = AttendPrefill(
+                step.block_table,
+                step.row_pos,
+                groups,
+                self._scratch,
+                heads=step.heads,
+                width=step.head_dim,
+                kv_heads=step.kv_heads,
+                cache_block=step.block_size,
+                block=config.block,
+                local=config.local,
+                max_blocks=max(step.max_blocks, 1),
+                launch=self._row,
+            )
+        self._attend(query, cache, ids, bias, out)
 
 
 class Runner:

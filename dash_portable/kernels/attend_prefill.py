@@ -6,26 +6,15 @@ program takes rows that chose one block, for all heads, and writes a partial res
 merge adds them to the row's local result. Partial results of one chunk of tiles lie in one buffer,
 whose size is the caller's budget; chunks follow one another through it.
 
-Within a form a row's arithmetic does not depend on the rows beside it: blocks are walked in
-ascending order, blocks and keys that are not the row's add nothing, exactly. With LIMIT = 0 there
-is one form, and outputs do not depend on the batch.
+By block, and for the local keys, a row's arithmetic does not depend on the rows beside it: blocks
+and keys that are not the row's add nothing, exactly. With a limit of 0 there is no other form, and
+outputs do not depend on the batch.
 """
 
 import triton
 import triton.language as tl
 
-from .group_rows import TILE_FIELDS
-from .kept import Launches
-from .launch_prefill import LEAST_KEYS
 from .primitives import LOG2E, token_at
-from .union import (
-    ENTRIES,
-    KEYS,
-    invert_offset_kernel,
-    invert_place_kernel,
-    invert_sum_kernel,
-    union_kernel,
-)
 
 
 @triton.jit
@@ -69,12 +58,12 @@ def _load_columns(ptr, at, ok, D: tl.constexpr, DP: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
-def _add_keys(score, factor, value, top, mass, total):
-    """One more tile of keys into the running softmax; score times factor (above 0) is in log2."""
-    new = tl.maximum(top, tl.max(score, 1) * factor)
+def _add_keys(score, value, top, mass, total):
+    """One more tile of keys into the running softmax; scores are in log2."""
+    new = tl.maximum(top, tl.max(score, 1))
     safe = tl.where(new == float("-inf"), 0.0, new)  # -inf minus -inf is NaN
     fade = tl.exp2(top - safe)
-    weight = tl.exp2(score * factor - safe[:, None])
+    weight = tl.exp2(score - safe[:, None])
     mass = mass * fade + tl.sum(weight, 1)
     total = tl.dot(weight.to(value.dtype), value, total * fade[:, None], input_precision="ieee")
     return new, mass, total
@@ -160,13 +149,14 @@ def attend_tile_kernel(
     BLOCKS: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
+    LOCAL_STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
     """One head of a tile: its union, then its local keys. A tile counted -1 has its local keys
     only, and its mass stored.
 
     BLOCKS: of the union in one step; ROOM is a multiple of it. STEP: local keys in one step, a
-    multiple of BLOCK.
+    multiple of BLOCK. Blocks that reach into the window of some row come with the local keys.
     """
     head, t = tl.program_id(0) % HQ, tl.program_id(0) // HQ
     seq = tl.load(tile_ptr + t * FIELDS)
@@ -191,8 +181,7 @@ def attend_tile_kernel(
         count = tl.load(count_ptr + t * 2)
         room = t.to(tl.int64) * ROOM
         n = tl.arange(0, BLOCK * BLOCKS)
-        # Blocks ascend: first those that end before every row's local window, then the others.
-        clear = tl.load(count_ptr + t * 2 + 1) // BLOCKS * BLOCKS
+        clear = tl.load(count_ptr + t * 2 + 1)
         for j in tl.range(0, clear, BLOCKS, num_stages=STAGES):
             token, place = _union_places(
                 union_ptr, place_ptr, room + j, n, table_row, stride_cb, stride_ct, P, BLOCK, BLOCKS
@@ -201,22 +190,14 @@ def attend_tile_kernel(
             value = _load_rows(values, place, n >= 0, D, DP, False)
             weight = _union_weights(weight_ptr + (room + j) * TILE, r, n, TILE, BLOCK, BLOCKS)
             score = tl.dot(query, key, input_precision="ieee") * factor + weight
-            top, mass, total = _add_keys(score, 1.0, value, top, mass, total)
-        for j in tl.range(clear, count, BLOCKS, num_stages=1):
-            token, place = _union_places(
-                union_ptr, place_ptr, room + j, n, table_row, stride_cb, stride_ct, P, BLOCK, BLOCKS
-            )
-            key = _load_columns(keys, place, n >= 0, D, DP, False)
-            value = _load_rows(values, place, n >= 0, D, DP, False)
-            weight = _union_weights(weight_ptr + (room + j) * TILE, r, n, TILE, BLOCK, BLOCKS)
-            score = tl.dot(query, key, input_precision="ieee") * factor + weight
-            remote = token[None, :] < begin[:, None]  # the local window wins
-            score = tl.where(remote, score, float("-inf"))
-            top, mass, total = _add_keys(score, 1.0, value, top, mass, total)
+            top, mass, total = _add_keys(score, value, top, mass, total)
 
+        # From the first row's window to the last row: a row's own window, before it the blocks that
+        # the row chose.
         k = tl.arange(0, STEP)
         last = tl.max(pos, 0)
-        for first in tl.range(nearest // STEP * STEP, last + 1, STEP, num_stages=STAGES):
+        j = clear
+        for first in tl.range(nearest // STEP * STEP, last + 1, STEP, num_stages=LOCAL_STAGES):
             token = first + k
             k_ok = token <= last
             place = _local_places(
@@ -224,10 +205,20 @@ def attend_tile_kernel(
             )
             key = _load_columns(keys, place, k_ok, D, DP, True)
             value = _load_rows(values, place, k_ok, D, DP, True)
-            score = tl.dot(query, key, input_precision="ieee")
-            seen = (token[None, :] >= begin[:, None]) & (token[None, :] <= pos[:, None])
-            score = tl.where(seen, score, float("-inf"))
-            top, mass, total = _add_keys(score, factor, value, top, mass, total)
+            score = tl.dot(query, key, input_precision="ieee") * factor
+            prior = tl.full((TILE, 1), float("-inf"), tl.float32)
+            for s in tl.static_range(STEP // BLOCK):
+                block = tl.load(union_ptr + room + j, mask=j < count, other=-1)
+                hit = block * BLOCK == first + s * BLOCK
+                chosen = tl.load(
+                    weight_ptr + (room + j) * TILE + r, mask=hit & (r >= 0), other=float("-inf")
+                )
+                prior = tl.where((k >= s * BLOCK)[None, :], chosen[:, None], prior)
+                j += hit.to(tl.int32)
+            own = token[None, :] >= begin[:, None]
+            score = tl.where(own, score, score + prior)
+            score = tl.where(token[None, :] <= pos[:, None], score, float("-inf"))
+            top, mass, total = _add_keys(score, value, top, mass, total)
 
         mass = tl.where(mass > 0, mass, 1.0)
         result = (total * (1.0 / mass)[:, None]).to(out_ptr.dtype.element_ty)
@@ -273,6 +264,7 @@ def attend_pair_kernel(
     TOPK: tl.constexpr,
     PAIR_TILE: tl.constexpr,
     HEADS: tl.constexpr,
+    HEADS_UP: tl.constexpr,
     N: tl.constexpr,
     STAGES: tl.constexpr,
     STORE: tl.constexpr,
@@ -309,6 +301,9 @@ def attend_pair_kernel(
         seen = n_ok[None, :] & ((block * BLOCK + n)[None, :] < near[:, None])
         seen = seen | (live == 0)[:, None]  # a dead row stays finite
         wide = pair.to(tl.int64) * HQ
+        # Masses go out together at the end: alone, each would cost a sector of its own.
+        h = tl.arange(0, HEADS_UP)
+        masses = tl.zeros((PAIR_TILE, HEADS_UP), tl.float32)
         for head in tl.range(group * HEADS, group * HEADS + HEADS, num_stages=STAGES):
             keys = cache_ptr + head // G * stride_h
             query = _load_rows(query_ptr, i * (HQ * D) + head * D, live, D, DP, True)
@@ -327,7 +322,13 @@ def attend_pair_kernel(
                 mask=live[:, None] & (d[None, :] < D),
                 eviction_policy=STORE,
             )
-            tl.store(part_mass_ptr + wide + head, top + tl.log2(mass) + bias, mask=live)
+            one = top + tl.log2(mass) + bias
+            masses = tl.where((h == head - group * HEADS)[None, :], one[:, None], masses)
+        tl.store(
+            part_mass_ptr + (wide + group * HEADS)[:, None] + h[None, :],
+            masses,
+            mask=live[:, None] & (h < HEADS)[None, :],
+        )
 
 
 @triton.jit(do_not_specialize=["chunk", "chunk_tiles"])
@@ -391,297 +392,3 @@ def attend_merge_kernel(
             total += part * tl.exp2(one - top)[:, None]
         total = total / whole[:, None]
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=out_ok)
-
-
-def attend_chunks(num_tiles, heads, width, element, topk, tile, budget):
-    """(chunks, tiles of a chunk) so that a chunk's partial results take at most `budget` bytes, one
-    tile at least.
-    """
-    one = tile * topk * heads * (width * element + 4)
-    chunk_tiles = -(-num_tiles // -(-num_tiles // max(1, min(num_tiles, budget // one))))
-    return -(-num_tiles // chunk_tiles), chunk_tiles
-
-
-def attend_shapes(
-    num_rows, num_seqs, num_tiles, max_blocks, heads, width, element, topk, *, budget, launch
-):
-    """{name: (dtype, shape)} of the scratch of attend_prefill; nothing in it is kept. dtype "query"
-    is the query's.
-
-    num_tiles: rows of the list of tiles; max_blocks: sparse blocks of the longest sequence;
-    element: bytes of one number of the query's dtype; budget: bytes for the partial results of one
-    chunk.
-    """
-    tile = launch.attend_tile
-    chunks, chunk_tiles = attend_chunks(num_tiles, heads, width, element, topk, tile, budget)
-    keys, pairs = num_seqs * max_blocks, chunk_tiles * tile * topk
-    entries = pairs // launch.pair_tile + min(keys, pairs)
-    room = num_tiles * launch.union_room
-    return {
-        "count": ("int32", (num_tiles, 2)),
-        "listed": ("int32", (chunks * chunk_tiles,)),
-        "union": ("int32", (room,)),
-        "place": ("int32", (room,)),
-        "weight": ("float32", (room, tile)),
-        "mass": ("float32", (num_rows, heads)),
-        "hist": ("int32", (chunks * (keys + 1),)),
-        "rank": ("int32", (num_rows, topk)),
-        "runs": ("int32", (chunks, -(-keys // KEYS), 2)),
-        "offset": ("int32", (chunks, keys + 1)),
-        "first": ("int32", (chunks, keys + 1)),
-        "pair": ("int32", (chunks, pairs)),
-        "entry": ("int32", (chunks, entries, 4)),
-        "part": ("query", (pairs, heads, width)),
-        "part_mass": ("float32", (pairs, heads)),
-    }
-
-
-def unite(
-    ids,
-    bias,
-    cache,
-    block_table,
-    row_pos,
-    groups,
-    scratch,
-    out,
-    *,
-    block,
-    local,
-    max_blocks,
-    launch,
-    launches,
-):
-    """Unions of all tiles, zeros for padding rows and, where a tile may have none, the lists of
-    pairs by block; whether there are any: up to four launches and a fill, or one.
-    """
-    num_rows, topk = ids.shape
-    tiles = groups.get("wide", groups["tiles"])
-    num_tiles = tiles.shape[0]
-    chunks, keys = scratch["offset"].shape[0], scratch["offset"].shape[1] - 1
-    chunk_tiles = -(-num_tiles // chunks)
-    pairs = {
-        "TOPK": topk,
-        "W": 1 << max(topk - 1, 1).bit_length(),
-        "TILE": launch.attend_tile,
-        "FIELDS": TILE_FIELDS,
-    }
-    listed = max_blocks > launch.union_limit
-    if listed:
-        scratch["hist"].zero_()
-
-    def union():
-        consts = {
-            "WIDTH": out.shape[1] * out.shape[2],
-            "P": cache.shape[2],
-            "BLOCK": block,
-            "LOCAL": local,
-            "LIMIT": launch.union_limit,
-            "BUCKETS": 1 << launch.union_limit.bit_length(),
-            "ROOM": launch.union_room,
-            "BLOCKS": launch.tile_blocks,
-        }
-        return consts | pairs, launch.union_warps, {}
-
-    launches("union", union_kernel, num_tiles, union)(
-        ids,
-        bias,
-        tiles,
-        groups["order"],
-        row_pos,
-        block_table,
-        scratch["count"],
-        scratch["union"],
-        scratch["place"],
-        scratch["weight"],
-        scratch["hist"],
-        scratch["hist"][chunks * keys :],
-        scratch["listed"],
-        scratch["rank"],
-        out,
-        num_rows,
-        max_blocks,
-        keys,
-        chunk_tiles,
-        block_table.stride(0),
-    )
-    if not listed:
-        return False
-    runs = scratch["runs"].shape[1]
-
-    def run():
-        return {"STEP": KEYS, "TILE": launch.pair_tile}, 8, {}
-
-    if runs > 1:
-        launches("sum", invert_sum_kernel, runs * chunks, run)(
-            scratch["hist"], scratch["runs"], keys, runs
-        )
-    launches("offset", invert_offset_kernel, runs * chunks, run)(
-        scratch["hist"], scratch["runs"], scratch["offset"], scratch["first"], keys, runs
-    )
-    entries = scratch["entry"].shape[1]
-    entry_programs = -(-entries // ENTRIES)
-
-    def placed():
-        return pairs | {"PAIR_TILE": launch.pair_tile, "ENTRIES": ENTRIES}, 4, {}
-
-    launches("place", invert_place_kernel, num_tiles + chunks * entry_programs, placed)(
-        ids,
-        tiles,
-        groups["order"],
-        scratch["count"],
-        scratch["rank"],
-        scratch["offset"],
-        scratch["first"],
-        scratch["pair"],
-        scratch["entry"],
-        max_blocks,
-        keys,
-        num_tiles,
-        chunk_tiles,
-        scratch["pair"].shape[1],
-        entries,
-        entry_programs,
-        keys.bit_length(),
-    )
-    return True
-
-
-def attend_prefill(
-    query,
-    cache,
-    block_table,
-    row_pos,
-    ids,
-    bias,
-    groups,
-    scratch,
-    out,
-    *,
-    block,
-    local,
-    max_blocks,
-    launch,
-    launches=None,
-):
-    """out [N, Hq, D] of a step's rows, grouped by group_rows; padding rows get 0.
-
-    query [N, Hq, D] rotated, contiguous; cache [NB, H + 1, P, 2 D]; block_table int32 [R, blocks];
-    row_pos int32 [N]; ids int32 [N, topk], -1 unused; bias float32 [N, topk]; groups: what
-    group_rows filled; scratch: the tensors of attend_shapes; launch: the row of launch_prefill that
-    gave the shapes; launches: the Launches of a plan with these shapes. All launches are queued;
-    nothing is read back.
-    """
-    num_rows, heads, width = query.shape
-    if num_rows == 0:
-        return
-    launches = Launches() if launches is None else launches
-    listed = unite(
-        ids,
-        bias,
-        cache,
-        block_table,
-        row_pos,
-        groups,
-        scratch,
-        out,
-        block=block,
-        local=local,
-        max_blocks=max_blocks,
-        launch=launch,
-        launches=launches,
-    )
-    tiles, topk = groups.get("wide", groups["tiles"]), ids.shape[1]
-    num_tiles = tiles.shape[0]
-    common = (cache, block_table, tiles, groups["order"], row_pos)
-    strides = (*cache.stride()[:3], block_table.stride(0))
-    scale = width**-0.5
-
-    def shape():
-        padded = 1 << max(width - 1, 15).bit_length()
-        return {"HQ": heads, "D": width, "DP": padded, "FIELDS": TILE_FIELDS}
-
-    def cached():
-        held = {"G": heads // (cache.shape[1] - 1), "P": cache.shape[2]}
-        return held | {"BLOCK": block, "LOCAL": local} | shape()
-
-    def by_tile():
-        consts = {
-            "TILE": launch.attend_tile,
-            "ROOM": launch.union_room,
-            "BLOCKS": launch.tile_blocks,
-            "STEP": launch.tile_step,
-            "STAGES": launch.tile_stages,
-        }
-        return cached() | consts, launch.tile_warps, launch.tile_options
-
-    launches("tile", attend_tile_kernel, heads * num_tiles, by_tile)(
-        query,
-        *common,
-        scratch["count"],
-        scratch["union"],
-        scratch["place"],
-        scratch["weight"],
-        scratch["mass"],
-        out,
-        scale,
-        *strides,
-    )
-    if not listed:
-        return
-    chunks, keys = scratch["offset"].shape[0], scratch["offset"].shape[1] - 1
-    chunk_tiles = -(-num_tiles // chunks)
-    walked = max(h for h in range(1, launch.pair_heads + 1) if heads % h == 0)
-    entries = scratch["entry"].shape[1]
-
-    def by_pair():
-        consts = {
-            "TOPK": topk,
-            "PAIR_TILE": launch.pair_tile,
-            "HEADS": walked,
-            "N": max(block, LEAST_KEYS),
-            "STAGES": launch.pair_stages,
-            "STORE": launch.pair_store,
-        }
-        return cached() | consts, launch.pair_warps, launch.pair_options
-
-    def merged():
-        wide = 1 << max(topk - 1, 1).bit_length()
-        consts = {"TOPK": topk, "W": wide, "TILE": launch.attend_tile, "ROWS": launch.merge_rows}
-        return shape() | consts, launch.merge_warps, {}
-
-    programs = min(entries, launch.pair_programs) * (heads // walked)
-    pair = launches("pair", attend_pair_kernel, programs, by_pair)
-    items = heads * chunk_tiles * (launch.attend_tile // launch.merge_rows)
-    merge = launches("merge", attend_merge_kernel, min(items, launch.merge_programs), merged)
-    for chunk in range(chunks):
-        pair(
-            query,
-            *common,
-            bias,
-            scratch["first"],
-            scratch["pair"],
-            scratch["entry"],
-            scratch["part"],
-            scratch["part_mass"],
-            scale,
-            keys,
-            scratch["pair"].shape[1],
-            entries,
-            chunk,
-            chunk * chunk_tiles,
-            *strides,
-        )
-        merge(
-            tiles,
-            groups["order"],
-            scratch["listed"],
-            scratch["hist"][chunks * keys :],
-            ids,
-            scratch["mass"],
-            scratch["part"],
-            scratch["part_mass"],
-            out,
-            chunk,
-            chunk_tiles,
-        )

@@ -182,7 +182,7 @@ def _union_cases() -> dict[str, Case]:
             | _pointers("i32", "hist_ptr", "listed_count_ptr", "listed_ptr", "rank_ptr")
             | _pointers("fp32", "bias_ptr", "weight_ptr")
             | _pointers("bf16", "out_ptr")
-            | _ints(*ints, "num_rows")
+            | _ints(*ints, "num_rows", "limit")
             | _strides("tr"),
             pairs | {"P": 64, "BLOCK": 32, "LOCAL": 128, "WIDTH": HQ * 128},
             _launches(
@@ -191,8 +191,6 @@ def _union_cases() -> dict[str, Case]:
                     0,
                     {
                         "TILE": r.attend_tile,
-                        "LIMIT": r.union_limit,
-                        "BUCKETS": 1 << r.union_limit.bit_length(),
                         "ROOM": r.union_room,
                         "BLOCKS": r.tile_blocks,
                     },
@@ -262,6 +260,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                         "BLOCKS": r.tile_blocks,
                         "STEP": r.tile_step,
                         "STAGES": r.tile_stages,
+                        "LOCAL_STAGES": r.local_stages,
                     },
                     r.tile_options,
                 ),
@@ -285,6 +284,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                     {
                         "PAIR_TILE": r.pair_tile,
                         "HEADS": r.pair_heads,
+                        "HEADS_UP": 16,
                         "N": 32,
                         "STAGES": r.pair_stages,
                         "STORE": r.pair_store,

@@ -32,6 +32,8 @@ class SelectRow(NamedTuple):
     programs  of one launch at most, spread over the rows: more rows, fewer splits
     ahead     summaries of a scan are asked for before the row's page is known, and of the next tile
               before this one's scores
+    maxima    the best of every 16 blocks is found while scanning; else by the row's last program
+    narrow    blocks of a page's run that one program takes at once: 16 or more, a power of two
     heads     kv heads that one program of the joint launch stores: a power of two
     """
 
@@ -41,18 +43,27 @@ class SelectRow(NamedTuple):
     programs: int = 1024
     warps: int = 4
     ahead: bool = False
+    maxima: bool = True
+    narrow: int = 64
     heads: int = 16
     ticket: bool = False
     dependent: bool = False
 
 
 class AttendRow(NamedTuple):
-    """Decode attention for up to `programs` pairs of row and kv head; None: any number."""
+    """Decode attention for up to `programs` pairs of row and kv head; None: any number.
+
+    dot     also one query head of a kv head goes by matrix products, as several do: their loads
+            pass by the registers
+    stages  of loads under way at once in front of matrix products; None: as the compiler likes
+    """
 
     programs: int | None = None
     split: int = 4
     warps: int = 1
-    dot_warps: int = 4  # where the query heads of a kv head go by matrix products
+    dot_warps: int = 4  # where several query heads of a kv head go by matrix products
+    dot: bool = False
+    stages: int | None = None
     ticket: bool = False
 
 
@@ -117,9 +128,12 @@ def select_row(arch: str, rows: int, blocks: int) -> SelectRow:
 
 
 def attend_row(arch: str, programs: int, deterministic: bool) -> AttendRow:
-    for row in ATTEND.get(arch, ATTEND[EVERYWHERE]):
+    rows = ATTEND.get(arch, ATTEND[EVERYWHERE])
+    if deterministic:  # one row for any batch: other warps add up in another order
+        return rows[-1]._replace(split=FIXED_SPLIT)
+    for row in rows:
         if row.programs is None or programs <= row.programs:
-            return row._replace(split=FIXED_SPLIT) if deterministic else row
+            return row
     raise KeyError(f"no row of ATTEND for {arch}, {programs} programs")
 
 
@@ -156,8 +170,9 @@ def turns(theta: float, head_dim: int) -> list[int]:
 
 
 class Launch:
-    """One kernel with its grid, its constants and, last of its run-time arguments, those that never
-    change. Called with the run-time arguments before them, in the kernel's order.
+    """One kernel with its grid, its constants and those of its run-time arguments that never
+    change: `fixed`, by name or, in a tuple, the last of them. Called with the others, in the
+    kernel's order.
 
     A launch through Triton's own door binds and classifies every argument again. Here the compiled
     kernel is kept by what can change between calls: the integers, and types and alignment of the
@@ -166,8 +181,8 @@ class Launch:
     """
 
     __slots__ = (
-        "_compiled", "_consts", "_direct", "_fixed", "_grid", "_kernel", "_options", "_sized",
-        "_tail",
+        "_compiled", "_device", "_direct", "_free", "_grid", "_kernel", "_options", "_plain",
+        "_sized", "_stream", "_whole",
     )  # fmt: skip
 
     def __init__(
@@ -176,41 +191,44 @@ class Launch:
         grid: int,
         consts: tuple[Any, ...],
         *,
-        fixed: tuple[Any, ...] = (),
+        fixed: Mapping[str, Any] | tuple[Any, ...] = (),
         warps: int,
         stages: int = 0,
         **options: Any,
     ) -> None:
         self._kernel = kernel
         self._grid = (grid, 1, 1)
-        self._consts = consts
-        self._fixed = fixed
         self._options = {
             "num_warps": warps,
             **({"num_stages": stages} if stages else {}),
             **options,
         }
+        names = kernel.arg_names[: len(kernel.arg_names) - len(consts)]
+        if isinstance(fixed, tuple):
+            fixed = dict(zip(names[len(names) - len(fixed) :], fixed, strict=True))
+        self._free = tuple(n for n, name in enumerate(names) if name not in fixed)
+        self._whole = [*(fixed.get(name) for name in names), *consts]
+        self._plain = [*(_plain(fixed.get(name)) for name in names), *consts]
         self._compiled: dict[tuple[Any, ...], Any] = {}
         self._direct = hasattr(kernel, "device_caches")  # a function of the interpreter has none
-        self._tail = (*(_plain(arg) for arg in fixed), *consts)
         self._sized = False
 
     def __call__(self, *args: Any) -> None:
         if not self._direct:
-            self._kernel[self._grid](*args, *self._fixed, *self._consts, **self._options)
+            self._usual(args)
             return
-        plain, key, ends = [], [], 0
-        for arg in args:
+        plain, key, ends = self._plain.copy(), [], 0
+        for place, arg in zip(self._free, args, strict=True):
             kind = type(arg)
             if kind is int:  # a kernel may be made for its value
                 key.append(arg)
-                plain.append(arg)
+                plain[place] = arg
             elif kind is float:
-                plain.append(arg)
+                plain[place] = arg
             else:
                 at = arg.data_ptr()
                 ends |= at
-                plain.append(at)
+                plain[place] = at
                 key.append(arg.dtype)
                 if self._sized:
                     key.append(arg.untyped_storage().nbytes() < 1 << 31)
@@ -218,15 +236,26 @@ class Launch:
             key.append(tuple([arg.data_ptr() & 15 for arg in args if hasattr(arg, "data_ptr")]))
         run = self._compiled.get(tuple(key))
         if run is not None:
-            run(*plain, *self._tail)
+            run(*plain, stream=self._stream(self._device))
             return
-        compiled = self._kernel[self._grid](*args, *self._fixed, *self._consts, **self._options)
+        compiled = self._usual(args)
         if not hasattr(compiled, "__getitem__"):
             self._direct = False
         elif BY_SIZE.get(compiled.metadata.target.backend, False) and not self._sized:
             self._sized = True  # ask from now on
         else:
+            from triton.runtime.driver import driver
+
+            self._stream = driver.active.get_current_stream
+            self._device = driver.active.get_current_device()  # the plan's, in every call
             self._compiled[tuple(key)] = compiled[self._grid]
+
+    def _usual(self, args: tuple[Any, ...]) -> Any:
+        """By Triton's own launch."""
+        whole = self._whole.copy()
+        for place, arg in zip(self._free, args, strict=True):
+            whole[place] = arg
+        return self._kernel[self._grid](*whole, **self._options)
 
 
 def _plain(arg: Any) -> Any:

@@ -20,8 +20,12 @@ class PrefillRow(NamedTuple):
     redo_warps      of the pass over all blocks of a row
     union_limit     largest union of a tile that is walked for all its rows; a tile with more goes
                     by block. 0: all go by block
-    tile_*          the tile kernel: union blocks in one step, local keys in one step
-    pair_*          the kernel by block: rows of one entry, the most programs, which take entries one
+    union_all       steps whose sequences have no more blocks than this have no tile by block, which
+                    saves the launches
+    tile_*          the tile kernel: union blocks in one step, local keys in one step, its options
+    local_stages    of its loop over the local keys
+    budget          bytes for the partial results of one chunk of tiles
+    pair_*          the kernel by block: rows of one entry, the most programs, which take one entry
                     after another, heads that one walks, eviction policy of its stores ("": none)
     merge_*         of the merge: rows taken together, warps, and the most programs, which take
                     such rows one after another
@@ -38,12 +42,15 @@ class PrefillRow(NamedTuple):
     few_tile: int = 0
     redo_warps: int = 4
     union_limit: int = 48
+    union_all: int = 96
     union_warps: int = 4
     tile_blocks: int = 1
     tile_step: int = 32
     tile_warps: int = 4
     tile_stages: int = 2
+    local_stages: int = 2
     tile_options: Mapping[str, Any] = NOTHING
+    budget: int = 1 << 30
     pair_tile: int = 64
     pair_programs: int = 1 << 20
     pair_heads: int = 10
@@ -53,7 +60,7 @@ class PrefillRow(NamedTuple):
     pair_options: Mapping[str, Any] = NOTHING
     merge_rows: int = 2
     merge_warps: int = 1
-    merge_programs: int = 8448
+    merge_programs: int = 4224
 
     @property
     def attend_tile(self) -> int:
@@ -61,8 +68,12 @@ class PrefillRow(NamedTuple):
 
     @property
     def union_room(self) -> int:
-        """Entries of one tile's union: whole steps of the tile kernel."""
-        return -(-max(self.union_limit, 1) // self.tile_blocks) * self.tile_blocks
+        """Entries of one tile's union: its blocks, and what fills up a step of the tile kernel."""
+        return max(self.union_limit, self.union_all, 1) + self.tile_blocks - 1
+
+    def limit_of(self, max_blocks: int) -> int:
+        """Largest union that is walked in a step whose longest sequence has max_blocks blocks."""
+        return max_blocks if 0 < max_blocks <= self.union_all else self.union_limit
 
 
 _REGISTER_BOUND = PrefillRow(
@@ -77,8 +88,8 @@ PREFILL: dict[str, PrefillRow] = {
     "sm90": PrefillRow(
         few_warps=1,
         few_tile=16,
-        union_warps=2,
         tile_options=MappingProxyType({"maxnreg": 128}),  # four programs at a time
+        budget=2 << 30,
         pair_stages=3,
     ),
     "sm100": PrefillRow(select_warps=8, few_warps=8, tile_warps=8),
@@ -115,4 +126,4 @@ def prefill_row(
     row = row._replace(
         tile_blocks=max(row.tile_blocks, LEAST_KEYS // block), tile_step=max(row.tile_step, block)
     )
-    return row._replace(union_limit=0) if deterministic else row
+    return row._replace(union_limit=0, union_all=0) if deterministic else row

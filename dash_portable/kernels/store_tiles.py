@@ -17,6 +17,7 @@ from .primitives import (
     read_int32s,
     slot_at,
     token_at,
+    widened,
     write_int32,
     write_int32s,
 )
@@ -233,36 +234,31 @@ def store_tile_kernel(
         dtype = cache_ptr.dtype.element_ty
         if x < PARTS:
             first_head = x * HEADS
-            # By number, so that the loads of several heads are under way at once.
-            for g in tl.static_range(HEADS * G):
-                head = first_head * G + g
-                h_live = live & (head < H * G)
-                at = q_ptr + (row * stride_qn + head * D)[:, None] + half[None, :]
-                low, high = rotated(
-                    tl.load(at, mask=h_live, other=0.0),
-                    tl.load(at + D // 2, mask=h_live, other=0.0),
-                    cos,
-                    sin,
-                )
-                to = query_ptr + ((row * (H * G) + head) * D)[:, None] + half[None, :]
-                tl.store(to, low.to(query_ptr.dtype.element_ty), mask=h_live)
-                tl.store(to + D // 2, high.to(query_ptr.dtype.element_ty), mask=h_live)
             for j in tl.static_range(HEADS):
                 head = first_head + j
                 h_live = live & (head < H)
+                # A head's loads come before its stores, which no later load may pass.
                 at = k_ptr + (row * stride_kn + head * D)[:, None] + half[None, :]
-                low, high = rotated(
-                    tl.load(at, mask=h_live, other=0.0),
-                    tl.load(at + D // 2, mask=h_live, other=0.0),
-                    cos,
-                    sin,
-                )
-                to = cache_ptr + head_at(head, stride_ch) + row_at[:, None] + half[None, :]
-                tl.store(to, low.to(dtype), mask=h_live)
-                tl.store(to + D // 2, high.to(dtype), mask=h_live)
+                k0 = tl.load(at, mask=h_live, other=0.0)
+                k1 = tl.load(at + D // 2, mask=h_live, other=0.0)
                 at = v_ptr + (row * stride_vn + head * D)[:, None] + half[None, :]
                 v0 = tl.load(at, mask=h_live, other=0.0)
                 v1 = tl.load(at + D // 2, mask=h_live, other=0.0)
+                for g in tl.static_range(G):
+                    at = q_ptr + (row * stride_qn + (head * G + g) * D)[:, None] + half[None, :]
+                    low, high = rotated(
+                        tl.load(at, mask=h_live, other=0.0),
+                        tl.load(at + D // 2, mask=h_live, other=0.0),
+                        cos,
+                        sin,
+                    )
+                    to = query_ptr + ((row * (H * G) + head * G + g) * D)[:, None] + half[None, :]
+                    tl.store(to, low.to(query_ptr.dtype.element_ty), mask=h_live)
+                    tl.store(to + D // 2, high.to(query_ptr.dtype.element_ty), mask=h_live)
+                low, high = rotated(k0, k1, cos, sin)
+                to = cache_ptr + head_at(head, stride_ch) + row_at[:, None] + half[None, :]
+                tl.store(to, low.to(dtype), mask=h_live)
+                tl.store(to + D // 2, high.to(dtype), mask=h_live)
                 tl.store(to + D, v0.to(dtype), mask=h_live)
                 tl.store(to + D + D // 2, v1.to(dtype), mask=h_live)
         else:
@@ -324,12 +320,10 @@ def store_tile_kernel(
                 if HEAD_CLS:
                     key = aux_ptr + old_at[:, None] + half[None, :]
                     both = old[:, None] & h_ok[None, :]
-                    k0 = tl.where(old[:, None], tl.load(key, mask=both, other=0.0), key0).to(
-                        tl.float32
-                    )
-                    k1 = tl.where(
-                        old[:, None], tl.load(key + D // 2, mask=both, other=0.0), key1
-                    ).to(tl.float32)
+                    k0 = tl.load(key, mask=both, other=0.0)
+                    k0 = widened(tl.where(old[:, None], k0, key0))
+                    k1 = tl.load(key + D // 2, mask=both, other=0.0)
+                    k1 = widened(tl.where(old[:, None], k1, key1))
                     s0, s1 = summarize(k0, k1, i < BS, head_cls_ptr, half, h_ok, D)
                     second = aux_ptr + token_at(
                         table_ptr, block + 1, many > 0, stride_cb, stride_ct, P

@@ -1,10 +1,10 @@
 """Unions of a tile's chosen blocks, and the inversion: for every block the rows that chose it.
 
-The union kernel walks the distinct blocks of a tile in ascending order. Up to LIMIT of them become the
-tile's union, with each row's bias (-inf: not chosen); a tile with more is counted -1 and its (row,
-block) pairs go into the lists by block that `invert` completes. Pairs are numbered by the row's
-place in the grouped order, so the tiles of one chunk hold one run of numbers and a chunk's partial
-results fit a buffer of a chosen size.
+The union kernel walks the distinct blocks of a tile in ascending order. Up to `limit` of them
+become the tile's union, with each row's bias (-inf: not chosen); a tile with more is counted -1 and
+its (row, block) pairs go into the lists by block that the inversion completes. Pairs are numbered
+by the row's place in the grouped order, so the tiles of one chunk hold one run of numbers and a
+chunk's partial results fit a buffer of a chosen size.
 """
 
 import triton
@@ -16,7 +16,34 @@ KEYS = 2048  # (sequence, block) keys of one program of the offsets
 ENTRIES = 256  # of one program of the list of tiles
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_blocks", "keys", "chunk_tiles"])
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _distinct(ids):
+    """At least so many different ids [M, N], -1 left out: their remainders of 64."""
+    bit = tl.full(ids.shape, 1, tl.int64) << (ids % 64).to(tl.int64)
+    bits = tl.reduce(tl.reduce(tl.where(ids >= 0, bit, 0), 1, _either), 0, _either)
+    n = tl.arange(0, 64)
+    return tl.sum((bits >> n.to(tl.int64)) & 1, 0).to(tl.int32)
+
+
+@triton.jit
+def _fill(
+    weight_ptr, union_ptr, place_ptr, table_row, room, begin, end, block, r, TILE: tl.constexpr,
+    P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Entries begin .. end of a union: a block of the tile, chosen by no row."""
+    for f in range(begin, end):
+        tl.store(weight_ptr + (room + f) * TILE + r, tl.full((TILE,), float("-inf"), tl.float32))
+        tl.store(union_ptr + room + f, block)
+        if P % BLOCK == 0:
+            tl.store(place_ptr + room + f, tl.load(table_row + block * BLOCK // P))
+
+
+@triton.jit(do_not_specialize=["num_rows", "max_blocks", "keys", "chunk_tiles", "limit"])
 def union_kernel(
     ids_ptr,
     bias_ptr,
@@ -37,6 +64,7 @@ def union_kernel(
     max_blocks,
     keys,
     chunk_tiles,
+    limit,
     stride_tr,
     WIDTH: tl.constexpr,
     P: tl.constexpr,
@@ -45,8 +73,6 @@ def union_kernel(
     TOPK: tl.constexpr,
     W: tl.constexpr,
     TILE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BUCKETS: tl.constexpr,
     ROOM: tl.constexpr,
     BLOCKS: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -54,9 +80,9 @@ def union_kernel(
     """One tile: its union and biases (times log2 e), or its pairs' places in the lists of their
     blocks and the tile's number in the chunk's list. Also zeros for the output of padding rows.
 
-    A union is filled up to a multiple of BLOCKS by blocks that nobody chose. count [tiles, 2]: how
-    many blocks (-1: the pairs are in the lists), and how many of them end before the local window
-    of every row.
+    count [tiles, 2]: blocks of the union (-1: the pairs are in the lists), and how many of them end
+    before the local window of every row; those are filled up to whole steps of BLOCKS by blocks
+    that nobody chose.
     """
     t = tl.program_id(0)
     row = t * TILE + tl.arange(0, TILE)
@@ -81,41 +107,40 @@ def union_kernel(
         count = tl.zeros((), tl.int32)
         clear = tl.zeros((), tl.int32)
         block = tl.min(tl.min(tl.where(ids >= 0, ids, none), 1), 0)
-        if LIMIT > 0:
-            b = tl.arange(0, BUCKETS)[:, None]
-            hit = tl.zeros((BUCKETS, TILE), tl.int32)
-            for s in range(TOPK):
-                one = tl.load(ids_ptr + i * TOPK + s, mask=live, other=-1)
-                bucket = tl.where(one >= 0, one % BUCKETS, -1)
-                hit = tl.where(bucket[None, :] == b, 1, hit)
-            # so many differ at least: no need to walk to the limit
-            count = tl.where(tl.sum(tl.max(hit, 1), 0) > LIMIT, LIMIT, 0)
-            pos = tl.load(pos_ptr + i, mask=live, other=none)
-            nearest = tl.maximum(tl.min(pos, 0) + 1 - LOCAL, 0)
+        pos = tl.load(pos_ptr + i, mask=live, other=none)
+        nearest = tl.maximum(tl.min(pos, 0) + 1 - LOCAL, 0)
+        # A tile that surely has too many need not walk to the limit.
+        blocks = tl.where(_distinct(ids) > limit, limit, 0)
+        room = t.to(tl.int64) * ROOM
+        last = block
+        while (block < none) & (blocks < limit):
+            if BLOCKS > 1:  # noqa: SIM102 - a constant, no part of a condition on values
+                if (count == clear) & ((block + 1) * BLOCK > nearest):
+                    filled = (count + BLOCKS - 1) // BLOCKS * BLOCKS
+                    _fill(weight_ptr, union_ptr, place_ptr, table_row, room, count, filled,
+                          last, r, TILE, P, BLOCK)  # fmt: skip
+                    count, clear = filled, filled
+            at = room + count
+            held = block
+            if P % BLOCK == 0:  # the cache block that holds it: no head has to look it up
+                held = tl.load(table_row + block * BLOCK // P)
+            weight = tl.max(tl.where(ids == block, bias, float("-inf")), 1)
+            tl.store(weight_ptr + at * TILE + r, weight)
+            tl.store(union_ptr + at, block)
+            count += 1
+            blocks += 1
+            clear = tl.where((block + 1) * BLOCK <= nearest, count, clear)
             last = block
-            while (block < none) & (count < LIMIT):
-                last = block
-                chosen = ids == block
-                here = tl.sum(tl.where(chosen, bias, 0.0), 1)
-                has = tl.max(chosen.to(tl.int32), 1) > 0
-                at = t.to(tl.int64) * ROOM + count
-                tl.store(weight_ptr + at * TILE + r, tl.where(has, here, float("-inf")))
-                tl.store(union_ptr + at, block)
-                if P % BLOCK == 0:  # the cache block that holds it: no head has to look it up
-                    tl.store(place_ptr + at, tl.load(table_row + block * BLOCK // P))
-                count += 1
-                clear = tl.where((block + 1) * BLOCK <= nearest, count, clear)
-                block = tl.min(tl.min(tl.where(ids > block, ids, none), 1), 0)
-            if block == none:
-                clear = tl.where(clear == count, clear + BLOCKS - 1, clear)  # with what fills up
-                for fill in range(count, (count + BLOCKS - 1) // BLOCKS * BLOCKS):
-                    at = t.to(tl.int64) * ROOM + fill
-                    tl.store(weight_ptr + at * TILE + r, tl.full((TILE,), float("-inf"), tl.float32))
-                    tl.store(union_ptr + at, last)
-                    if P % BLOCK == 0:
-                        tl.store(place_ptr + at, tl.load(table_row + last * BLOCK // P))
+            block = tl.min(tl.min(tl.where(ids > block, ids, none), 1), 0)
+            tl.store(place_ptr + at, held)
+        if BLOCKS > 1:  # noqa: SIM102
+            if (block == none) & (count == clear):
+                filled = (count + BLOCKS - 1) // BLOCKS * BLOCKS
+                _fill(weight_ptr, union_ptr, place_ptr, table_row, room, count, filled, last,
+                      r, TILE, P, BLOCK)  # fmt: skip
+                count, clear = filled, filled
         tl.store(count_ptr + t * 2, tl.where(block < none, -1, count))
-        tl.store(count_ptr + t * 2 + 1, clear)
+        tl.store(count_ptr + t * 2 + 1, tl.where(block < none, 0, clear))
         if block < none:
             chunk = t // chunk_tiles
             number = tl.atomic_add(listed_count_ptr + chunk, 1, sem="relaxed")

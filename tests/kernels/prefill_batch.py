@@ -13,9 +13,8 @@ from torch import Tensor
 
 from dash_portable import reference
 from dash_portable.config import DashConfig
-from dash_portable.kernels import attend_prefill as attend
 from dash_portable.kernels import group_rows as grouping
-from dash_portable.kernels import select_prefill as selecting
+from dash_portable.kernels import prefill
 from dash_portable.kernels.launch_prefill import PrefillRow
 
 OUTSIDE = 2**30
@@ -173,24 +172,15 @@ class Batch:
         return self.holder[:, :, : self.cache.shape[2], : self.cache.shape[3]]
 
     def select(
-        self, launch: PrefillRow, groups: dict[str, Tensor], **changed: object
+        self, launch: PrefillRow, groups: dict[str, Tensor], scale: float | None = None
     ) -> tuple[Tensor, Tensor, int]:
         """ids, bias and the number of rows of the second launch."""
-        shapes = selecting.select_shapes(self.num_rows, len(self.parts))
+        shapes = prefill.select_shapes(self.num_rows, len(self.parts))
         scratch = {k: torch.full(s, POISON, dtype=torch.int32) for k, s in shapes.items()}
         ids = torch.full((self.num_rows, self.config.topk), POISON, dtype=torch.int32)
         bias = torch.full((self.num_rows, self.config.topk), torch.nan)
         rule = self.config
-        numbers: dict[str, object] = {
-            "scale": rule.scale[0],
-            "floor": rule.floor[0],
-            "sigma": rule.sigma,
-            "block": rule.block,
-            "topk": rule.topk,
-            "window": rule.window,
-        }
-        selecting.select_prefill(
-            self.index_query,
+        select = prefill.SelectPrefill(
             self.summaries,
             self.ranges,
             self.row["pos"],
@@ -198,10 +188,12 @@ class Batch:
             scratch,
             ids,
             bias,
-            tile=launch.tile,
+            sigma=rule.sigma,
+            block=rule.block,
+            window=rule.window,
             launch=launch,
-            **(numbers | changed),
         )
+        select(self.index_query, rule.scale[0] if scale is None else scale, rule.floor[0])
         return ids, bias, int(scratch["redo_count"].sum())
 
     def attend(
@@ -212,7 +204,7 @@ class Batch:
         bias: Tensor,
         budget: int = 1 << 30,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        shapes = attend.attend_shapes(
+        shapes = prefill.attend_shapes(
             self.num_rows,
             len(self.parts),
             groups.get("wide", groups["tiles"]).shape[0],
@@ -233,21 +225,21 @@ class Batch:
             k: torch.full(shape, fill[t][1], dtype=fill[t][0]) for k, (t, shape) in shapes.items()
         }
         out = torch.full_like(self.query, torch.nan)
-        attend.attend_prefill(
-            self.query,
-            self.cache,
+        attend = prefill.AttendPrefill(
             self.table,
             self.row["pos"],
-            ids,
-            bias,
             groups,
             scratch,
-            out,
+            heads=self.heads * self.group,
+            width=self.width,
+            kv_heads=self.heads,
+            cache_block=self.cache.shape[2],
             block=self.config.block,
             local=self.config.local,
             max_blocks=self.max_blocks,
             launch=launch,
         )
+        attend(self.query, self.cache, ids, bias, out)
         return out, scratch
 
     # ---------------------------------------------------------------- the answers

@@ -9,12 +9,12 @@ from torch import Tensor
 from dash_portable.kernels.launch_prefill import PrefillRow
 from tests.kernels.prefill_batch import Batch, Part
 
-BOTH = PrefillRow(tile=16, select_groups=16, union_limit=14, pair_tile=16)
+BOTH = PrefillRow(tile=16, select_groups=16, union_limit=14, union_all=0, pair_tile=16)
 FORMS = {
     "both": BOTH,
     "wide": BOTH._replace(wide=32),
     "by-block": BOTH._replace(union_limit=0),
-    "by-tile": BOTH._replace(union_limit=64),
+    "by-tile": BOTH._replace(union_all=64),
     "by-tile-two": BOTH._replace(union_limit=63, tile_blocks=2, tile_step=64),
     "by-tile-four": BOTH._replace(union_limit=64, tile_blocks=4, tile_step=128, merge_programs=3),
 }
@@ -107,7 +107,7 @@ def test_unions_and_lists() -> None:
         rows = groups["order"][begin:end].long()
         blocks = sorted(set(ids[rows].flatten().tolist()) - {-1})
         if len(blocks) <= launch.union_limit:
-            at = t * launch.union_limit
+            at = t * launch.union_room
             assert scratch["count"][t, 0] == len(blocks)
             assert scratch["union"][at : at + len(blocks)].tolist() == blocks
             for j, block in enumerate(blocks):
@@ -149,9 +149,9 @@ def test_chunks_reuse_one_buffer() -> None:
 
 
 def test_more_keys_than_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dash_portable.kernels import attend_prefill
+    from dash_portable.kernels import prefill
 
-    monkeypatch.setattr(attend_prefill, "KEYS", 16)
+    monkeypatch.setattr(prefill, "KEYS", 16)
     batch, launch = Batch(PARTS, heads=1), FORMS["by-block"]
     ids, bias = choose(batch)
     check(batch, batch.attend(launch, batch.grouped(launch), ids, bias)[0], ids, bias)
