@@ -21,6 +21,7 @@ _WHITE, _AHEAD = (1.0, 1.0, 1.0), (0.91, 0.91, 0.92)
 _PAGES = ((0.985, 0.965, 0.915), (0.925, 0.955, 0.985))  # past and not read, by turns of page
 _LOCAL, _OWN, _ANY = (0.13, 0.31, 0.58), (0.0, 0.55, 0.40), (0.86, 0.33, 0.10)
 _INK, _DENSE = "#222222", "#c9c9ce"
+_LABELS = 16  # at most so many names along an axis
 _ROWS, _COLUMNS = 1600, 1400  # at most so many dots of one panel
 
 
@@ -94,8 +95,9 @@ def _panel(
 def _keys(axes: Any, reading: Reading, first: int, last: int) -> None:
     """Keys of each row: what dense attention reads behind what was read."""
     rows = _sample(first, last)
-    axes.fill_betweenx(rows, 0, rows + 1, color=_DENSE, linewidth=0, step="mid")
-    axes.fill_betweenx(rows, 0, reading.read[rows], color=_INK, linewidth=0, step="mid")
+    edges = [*rows.tolist(), last]
+    for keys, colour in ((rows + 1, _DENSE), (reading.read[rows], _INK)):
+        axes.stairs(keys.numpy(), edges, orientation="horizontal", fill=True, color=colour)
     axes.set_ylim(last, first)
     axes.set_xlim(0, len(reading.read) * 1.02)
     axes.tick_params(labelleft=False, length=2, labelsize=8)
@@ -162,7 +164,7 @@ def _label_runs(axes: Any, runs: Sequence[tuple[str, int, int]], tokens: int) ->
     """Names of pages above the first panel; of many pages only some."""
     above = axes.secondary_xaxis("top")
     shown = [run for run in runs if run[0] and run[2] - run[1] > tokens * 0.012]
-    shown = shown[:: max(1, -(-len(shown) // 16))]
+    shown = shown[:: max(1, -(-len(shown) // _LABELS))]
     above.set_xticks([(a + b) / 2 for _, a, b in shown], [name for name, _, _ in shown])
     crowded = len(shown) > 9
     above.tick_params(length=0, labelsize=8, rotation=30 if crowded else 0)
@@ -174,11 +176,23 @@ def _label_answer(axes: Any, document: Document) -> None:
     if IMAGE not in document.prompt:
         return
     turns = [prompt + i for i, role in enumerate(document.answer) if role == MARKER]
-    for i, turn in enumerate(turns if len(turns) <= 24 else []):
-        axes.axhline(turn, color="#888888", linewidth=0.5)
-        edge = len(document) * 0.995
-        words = f"reads page {i + 1} "
-        axes.text(edge, turn, words, fontsize=7, ha="right", va="top", color="white")
+    thin = 0.5 if len(turns) <= _LABELS else 0.15
+    every = -(-len(turns) // _LABELS) if turns else 1
+    for i, turn in enumerate(turns):
+        axes.axhline(turn, color="#888888", linewidth=thin)
+        if i % every == 0:
+            axes.annotate(
+                f"reads page {i + 1}",
+                (1, turn),
+                xycoords=("axes fraction", "data"),
+                xytext=(-3, -2),
+                textcoords="offset points",
+                fontsize=7,
+                ha="right",
+                va="top",
+                color=_INK,
+                bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
+            )
 
 
 def bars(path: Path, title: str, groups: Mapping[str, Mapping[str, float]], unit: str) -> None:
