@@ -23,6 +23,15 @@ def test_the_example_runs_and_says_who_attends() -> None:
     assert out.isfinite().all()  # type: ignore[attr-defined]
 
 
+def test_the_serving_page_is_one_program_that_runs() -> None:
+    parts = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.S)
+    assert len(parts) == 3
+    names: dict[str, object] = {}
+    exec(compile("\n".join(parts), "docs/serving.md", "exec"), names)
+    a, b = names["a"], names["b"]
+    assert (a.stored, b.stored) == (568 + 1 + 3, 294 + 3)  # type: ignore[attr-defined]
+
+
 def test_the_test_command_is_cis() -> None:
     commands = re.findall(r"```sh\n(.*?)\n```", README, re.S)
     assert len(commands) == 2
