@@ -141,6 +141,8 @@ class DashConfig:
     sigma          divides the bias
     index_dim      width of the router's rows, equal to the head width
     theta          base of the token angles; page_mod: pages are told apart modulo this
+    image_token_id, page_token_id   the tokenizer's ids of image tokens (role 1) and page markers
+                   (role 2), for whoever makes roles of token ids; None where nobody does
 
     Values outside the rule raise ConfigError, under the names of `from_model`.
     """
