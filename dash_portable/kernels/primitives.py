@@ -35,6 +35,17 @@ RANGE = tl.constexpr(26)
 
 
 @triton.jit
+def widened(x):
+    """Numbers in float32, as their own dtype holds them. By way of their bits: Intel's Triton takes
+    a rounding that is widened at once for nothing, and the number would be the one before it.
+    """
+    dtype: tl.constexpr = x.dtype
+    if dtype != tl.float32:
+        x = x.to(tl.int16, bitcast=True).to(dtype, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def final_score(raw, factor, D: tl.constexpr):
     """The rule's score of raw = iq . kbar; factor is scale / sqrt(D), applied after the clamp."""
     root: tl.constexpr = D**-0.5

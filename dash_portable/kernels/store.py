@@ -18,6 +18,7 @@ from .primitives import (
     read_int32s,
     slot_at,
     token_at,
+    widened,
     write_int32,
 )
 from .summaries import page_range, summarize
@@ -45,14 +46,15 @@ def angles_of(tok, page, turn_ptr, half, h_ok, D: tl.constexpr, PAGE_MOD: tl.con
 @triton.jit
 def row_coordinates(
     n, p, ok, aux_ptr, table_ptr, positions_ptr, pages_ptr, roles_ptr, num_rows,
-    stride_cb, stride_ct, D: tl.constexpr, P: tl.constexpr, POSITIONS: tl.constexpr,
+    stride_cb, stride_ct, stride_pages, D: tl.constexpr, P: tl.constexpr, POSITIONS: tl.constexpr,
     PAGE_TABLE: tl.constexpr,
 ):  # fmt: skip
     """tok, page, num_pages, query_page and positions[3] (0: a decoded token) of row n, the only one
     of its sequence.
 
-    table_ptr and pages_ptr point at the sequence's own rows. POSITIONS 0: none given; 1: of rows
-    whose positions[3] is negative; 2: of all rows.
+    table_ptr and pages_ptr point at the sequence's own rows. What the cache says of pages may be
+    anything: nothing is read beyond the page table or the tokens before p. POSITIONS 0: none given;
+    1: of rows whose positions[3] is negative; 2: of all rows.
     """
     tok, page, num_pages, query_page, extra = p * 0 - 1, p * 0, p * 0, p * 0 - 1, p * 0
     given = p < -1  # never
@@ -82,7 +84,8 @@ def row_coordinates(
         marker = go & (tl.load(roles_ptr + n, mask=go, other=0) == 2)
         opened = tl.minimum(page + 1, num_pages)
         if PAGE_TABLE:
-            count = tl.load(pages_ptr + opened * 2 + 1, mask=marker, other=0)
+            listed = marker & (opened >= 0) & (opened < stride_pages // 2)
+            count = tl.load(pages_ptr + opened * 2 + 1, mask=listed, other=0)
         else:
             asked = marker & (opened >= 0) & (opened < p)
             at = token_at(table_ptr, opened, asked, stride_cb, stride_ct, P)
@@ -105,13 +108,15 @@ def state_bytes(byte, tok, page, num_pages, query_page):
 
 @triton.jit
 def image_end(aux_ptr, table_ptr, pages_ptr, num_pages, below, ok, stride_cb, stride_ct,
-               D: tl.constexpr, P: tl.constexpr, PAGE_TABLE: tl.constexpr):  # fmt: skip
-    """One past the last image: end of page num_pages, from the table or from row num_pages if it
-    lies below `below`.
+              stride_pages, D: tl.constexpr, P: tl.constexpr,
+              PAGE_TABLE: tl.constexpr):  # fmt: skip
+    """One past the last image: end of page num_pages, from the table (0 beyond it) or from row
+    num_pages if it lies below `below`.
     """
     if PAGE_TABLE:
-        start = tl.load(pages_ptr + num_pages * 2, mask=ok, other=0)
-        return start + tl.load(pages_ptr + num_pages * 2 + 1, mask=ok, other=0)
+        listed = ok & (num_pages >= 0) & (num_pages < stride_pages // 2)
+        start = tl.load(pages_ptr + num_pages * 2, mask=listed, other=0)
+        return start + tl.load(pages_ptr + num_pages * 2 + 1, mask=listed, other=0)
     else:
         known = ok & (num_pages < below) & (num_pages >= 0)
         at = token_at(table_ptr, num_pages, known, stride_cb, stride_ct, P)
@@ -125,8 +130,8 @@ def image_end(aux_ptr, table_ptr, pages_ptr, num_pages, below, ok, stride_cb, st
 def _store_heads(
     n, x, p, ok, row_at, q_ptr, k_ptr, v_ptr, query_ptr, cache_ptr, aux_ptr, turn_ptr, roles_ptr,
     positions_ptr, table_ptr, pages_ptr, num_rows, stride_qn, stride_kn, stride_vn, stride_cb,
-    stride_ch, stride_ct, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HP: tl.constexpr,
-    P: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr,
+    stride_ch, stride_ct, stride_pages, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    HP: tl.constexpr, P: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
     """kv heads x * HEADS and following, with their query heads."""
@@ -148,7 +153,7 @@ def _store_heads(
     q1 = tl.load(q_at + D // 2, mask=live, other=0.0)
     tok, page, _num_pages, _query_page, _extra = row_coordinates(
         n, p, ok, aux_ptr, table_ptr, positions_ptr, pages_ptr, roles_ptr, num_rows,
-        stride_cb, stride_ct, D, P, POSITIONS, PAGE_TABLE)  # fmt: skip
+        stride_cb, stride_ct, stride_pages, D, P, POSITIONS, PAGE_TABLE)  # fmt: skip
     cos, sin = angles_of(tok, page, turn_ptr, half, h_ok, D, PAGE_MOD)
     cos, sin = cos[None, :], sin[None, :]
     query_at = query_ptr + n * (H * G * D) + (head * (G * D))[:, None] + half[None, :]
@@ -171,7 +176,7 @@ def _store_heads(
 def _store_auxiliary(
     n, p, ok, row_at, iq_ptr, ik_ptr, index_ptr, aux_ptr, head_cls_ptr, turn_ptr, roles_ptr,
     positions_ptr, table_ptr, pages_ptr, coords_ptr, num_rows, stride_iqn, stride_ikn, stride_cb,
-    stride_ct, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr,
+    stride_ct, stride_pages, D: tl.constexpr, HP: tl.constexpr, P: tl.constexpr, BS: tl.constexpr,
     BT: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr,
     HEAD_CLS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +193,7 @@ def _store_auxiliary(
     k1 = tl.load(ik_at + D // 2, mask=live, other=0.0)
     tok, page, num_pages, query_page, extra = row_coordinates(
         n, p, ok, aux_ptr, table_ptr, positions_ptr, pages_ptr, roles_ptr, num_rows,
-        stride_cb, stride_ct, D, P, POSITIONS, PAGE_TABLE)  # fmt: skip
+        stride_cb, stride_ct, stride_pages, D, P, POSITIONS, PAGE_TABLE)  # fmt: skip
     if KEEP:
         tl.store(coords_ptr + n * 4, tok)
         tl.store(coords_ptr + n * 4 + 1, page)
@@ -213,7 +218,7 @@ def _store_auxiliary(
         counted = (extra < 0) & (p <= num_pages)
         if counted:  # a prompt row among the first: its page's count and start
             if PAGE_TABLE:
-                start = tl.load(pages_ptr + p * 2)
+                start = tl.load(pages_ptr + p * 2, mask=p < stride_pages // 2, other=0)
             else:
                 before = token_at(table_ptr, p - 1, p > 0, stride_cb, stride_ct, P)
                 start = read_int32(aux_ptr + before + D + COUNT, p > 0)
@@ -231,8 +236,8 @@ def _store_auxiliary(
             old_ok = i_ok[:, None] & h_ok[None, :]
             old0 = tl.load(key, mask=old_ok, other=0.0)
             old1 = tl.load(key + D // 2, mask=old_ok, other=0.0)
-            all0 = tl.where(mine, key0[None, :], old0).to(tl.float32)
-            all1 = tl.where(mine, key1[None, :], old1).to(tl.float32)
+            all0 = widened(tl.where(mine, key0[None, :], old0))
+            all1 = widened(tl.where(mine, key1[None, :], old1))
             s0, s1 = summarize(all0, all1, i < BS, head_cls_ptr, half, h_ok, D)
         role_at = tl.where(
             i == BS - 1,
@@ -249,6 +254,7 @@ def _store_auxiliary(
             ok,
             stride_cb,
             stride_ct,
+            stride_pages,
             D,
             P,
             PAGE_TABLE,
@@ -290,14 +296,14 @@ def store_row(
         _store_heads(
             n, x, p, ok, row_at, q_ptr, k_ptr, v_ptr, query_ptr, cache_ptr, aux_ptr, turn_ptr,
             roles_ptr, positions_ptr, table_ptr, pages_ptr, num_rows, stride_qn, stride_kn,
-            stride_vn, stride_cb, stride_ch, stride_ct, H, G, D, HP, P, PAGE_MOD, POSITIONS,
-            PAGE_TABLE, HEADS)  # fmt: skip
+            stride_vn, stride_cb, stride_ch, stride_ct, stride_pages, H, G, D, HP, P, PAGE_MOD,
+            POSITIONS, PAGE_TABLE, HEADS)  # fmt: skip
     else:
         _store_auxiliary(
             n, p, ok, row_at, iq_ptr, ik_ptr, index_ptr, aux_ptr, head_cls_ptr, turn_ptr,
             roles_ptr, positions_ptr, table_ptr, pages_ptr, coords_ptr, num_rows, stride_iqn,
-            stride_ikn, stride_cb, stride_ct, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE,
-            HEAD_CLS, KEEP)  # fmt: skip
+            stride_ikn, stride_cb, stride_ct, stride_pages, D, HP, P, BS, BT, PAGE_MOD, POSITIONS,
+            PAGE_TABLE, HEAD_CLS, KEEP)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)

@@ -139,13 +139,17 @@ class Scene:
                 found[row] = self.facts[seq][name]
         return found
 
-    def selection(self, seq: int, stretch: float = 1.0) -> brute.Selection:
-        """What the last row of a sequence reads; `stretch` multiplies its scores."""
+    def selection(
+        self, seq: int, query: np.ndarray | None = None, stretch: float = 1.0
+    ) -> brute.Selection:
+        """What the last row of a sequence reads, by this rotated index query [D] where one is
+        given; `stretch` multiplies its scores.
+        """
         facts, position = self.facts[seq], self.lengths[seq] - 1
         where = facts["where"]
         page = int(where.query_page[position])
         blocks = brute.candidate_blocks(position, page, where.image_page, self.rule)
-        query = facts["index_query"] * stretch
+        query = (facts["index_query"] if query is None else query) * stretch
         return brute.select(position, query, facts["summaries"], blocks, self.rule)
 
     def selections(self) -> tuple[np.ndarray, np.ndarray]:
