@@ -23,8 +23,9 @@ class DecodeRunner:
     def __init__(self, step: Step, arch: str) -> None:
         config, rows, heads = step.config, step.num_rows, step.heads
         device, width = step.device, step.head_dim
-        programs, dot = rows * step.kv_heads, step.group > 1
+        programs = rows * step.kv_heads
         row = launch.attend_row(arch, programs, step.deterministic)
+        dot = step.group > 1 or (row.dot and step.dtype.itemsize < 4)
         dependent = launch.select_row(arch, rows, step.max_blocks).dependent
         split = min(row.split, power_of_two(config.topk + config.local_blocks))
         parts = (rows, heads, split) if split > 1 else (1, 1, 1)
@@ -39,12 +40,15 @@ class DecodeRunner:
         self._attend = Launch(
             attend_decode_kernel,
             programs * split,
-            (*sizes, *rest, max(power_of_two(step.group), 16), dot, row.ticket, dependent),
+            (
+                *sizes, *rest, max(power_of_two(step.group), 16), dot, row.ticket, row.stages,
+                step.single_row, dependent,
+            ),
             fixed=(
                 step.row_pos, step.row_seq, step.block_table, self._sum, self._mass, ticket,
                 step.block_table.stride(0),
             ),
-            warps=row.dot_warps if dot else row.warps,
+            warps=row.dot_warps if step.group > 1 else row.warps,
             **({"launch_pdl": True} if dependent else {}),
         )  # fmt: skip
         self._merge = None

@@ -39,19 +39,20 @@ def _merge_splits(n, head, h_ok, sum_ptr, mass_ptr, out_ptr, HQ: tl.constexpr, D
 
 @triton.jit
 def _segment(
-    g, n, p, lo, ids_ptr, bias_ptr, TOPK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr
+    g, stop, n, p, lo, ids_ptr, bias_ptr, TOPK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr
 ):
-    """Tokens [BT] of segment g, which of them count, and the bias: the kept blocks, then pieces of
-    the local window.
+    """Tokens [BT] of segment g, which of them count (none from `stop` on), and the bias: the kept
+    blocks, then pieces of the local window.
     """
     t = tl.arange(0, BT)
     far = g < TOPK
-    blk = tl.load(ids_ptr + n * TOPK + g, mask=far, other=-1)
-    bias = tl.load(bias_ptr + n * TOPK + g, mask=far, other=0.0)
+    kept = far & (g < stop)
+    blk = tl.load(ids_ptr + n * TOPK + g, mask=kept, other=-1)
+    bias = tl.load(bias_ptr + n * TOPK + g, mask=kept, other=0.0)
     token = tl.where(far, blk * BS, lo + (g - TOPK) * BS) + t
     last = tl.where(far, lo - 1, p)
-    ok = (t < BS) & (token >= 0) & (token <= last) & ((far == 0) | (blk >= 0)) & (p >= 0)
-    return token, ok, bias
+    ok = (t < BS) & (g < stop) & (token >= 0) & (token <= last) & ((far == 0) | (blk >= 0))
+    return token, ok & (p >= 0), bias
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -62,14 +63,17 @@ def attend_decode_kernel(
     D: tl.constexpr, DP: tl.constexpr,
     P: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr, LOCAL: tl.constexpr, TOPK: tl.constexpr,
     SPLIT: tl.constexpr,
-    TILE_H: tl.constexpr, DOT: tl.constexpr, TICKET: tl.constexpr, PDL: tl.constexpr,
+    TILE_H: tl.constexpr, DOT: tl.constexpr, TICKET: tl.constexpr,
+    STAGES: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid SPLIT * H * N.
 
     query  [N, H * G, D] rotated; out the same. Padding rows (row_pos -1) give zeros
     sum    float32 [N, H * G, SPLIT, D], mass float32 [N, H * G, SPLIT, 2], ticket int32 [N, H],
            zero between launches
-    DOT    the group's heads, padded to TILE_H, by matrix products; else one after another
+    DOT    the group's heads, padded to TILE_H, by matrix products, from loads of STAGES segments
+           under way (None: as many as the compiler likes); else it is one head
+    ALONE  row i is sequence i, and row_seq is not read
     """
     s = tl.program_id(0) % SPLIT
     h = tl.program_id(0) // SPLIT % H
@@ -81,7 +85,11 @@ def attend_decode_kernel(
     d_ok = d < D
     # Rows and tables are the step's own: no launch of a layer writes them.
     p = tl.load(row_pos_ptr + n)
-    table_ptr += tl.load(row_seq_ptr + n, mask=p >= 0, other=0).to(tl.int64) * stride_table
+    if ALONE:
+        table_ptr += n * stride_table
+    else:
+        seq = tl.load(row_seq_ptr + n)  # does not wait for p
+        table_ptr += tl.where(p >= 0, seq, 0).to(tl.int64) * stride_table
     if PDL:
         gdc_wait()  # before the first load of what the launch before may have stored
     cache_ptr += head_at(h, stride_ch)
@@ -97,8 +105,8 @@ def attend_decode_kernel(
         top = tl.full((TILE_H,), float("-inf"), tl.float32)
         mass = tl.zeros((TILE_H,), tl.float32)
         total = tl.zeros((TILE_H, DP), tl.float32)
-        for g in range(begin, stop):
-            token, ok, bias = _segment(g, n, p, lo, ids_ptr, bias_ptr, TOPK, BS, BT)
+        for g in tl.range(begin, stop, num_stages=STAGES):
+            token, ok, bias = _segment(g, stop, n, p, lo, ids_ptr, bias_ptr, TOPK, BS, BT)
             base = token_at(table_ptr, token, ok, stride_cb, stride_ct, P)
             both = ok[:, None] & d_ok[None, :]
             key = tl.load(cache_ptr + base[:, None] + d[None, :], mask=both, other=0.0)
@@ -129,38 +137,42 @@ def attend_decode_kernel(
             tl.store(mass_ptr + place * 2, top, mask=r_ok)
             tl.store(mass_ptr + place * 2 + 1, mass, mask=r_ok)
     else:
-        for q in tl.static_range(G):
-            at = (n * HQ + h * G + q) * D + d
-            query = tl.load(query_ptr + at, mask=d_ok, other=0.0).to(tl.float32) * (D**-0.5 * LOG2E)
-            top = tl.full((1,), float("-inf"), tl.float32)
-            mass = tl.zeros((1,), tl.float32)
-            total = tl.zeros((DP,), tl.float32)
-            for g in range(begin, stop):
-                token, ok, bias = _segment(g, n, p, lo, ids_ptr, bias_ptr, TOPK, BS, BT)
-                base = token_at(table_ptr, token, ok, stride_cb, stride_ct, P)
-                both = ok[:, None] & d_ok[None, :]
-                key = tl.load(cache_ptr + base[:, None] + d[None, :], mask=both, other=0.0).to(
-                    tl.float32
+        # Where the first keys lie is asked for before the query, which waits at a barrier.
+        token, ok, bias = _segment(begin, stop, n, p, lo, ids_ptr, bias_ptr, TOPK, BS, BT)
+        base = token_at(table_ptr, token, ok, stride_cb, stride_ct, P)
+        at = (n * HQ + h) * D + d
+        query = tl.load(query_ptr + at, mask=d_ok, other=0.0).to(tl.float32) * (D**-0.5 * LOG2E)
+        top = tl.full((1,), float("-inf"), tl.float32)
+        mass = tl.zeros((1,), tl.float32)
+        total = tl.zeros((DP,), tl.float32)
+        for o in tl.range(0, PER, num_stages=1):
+            both = ok[:, None] & d_ok[None, :]
+            key_at = cache_ptr + base[:, None] + d[None, :]
+            key = tl.load(key_at, mask=both, other=0.0)
+            value = tl.load(key_at + D, mask=both, other=0.0)
+            live, prior = ok, bias * LOG2E
+            if PER > 1:
+                token, ok, bias = _segment(
+                    begin + o + 1, stop, n, p, lo, ids_ptr, bias_ptr, TOPK, BS, BT
                 )
-                value = tl.load(
-                    cache_ptr + D + base[:, None] + d[None, :], mask=both, other=0.0
-                ).to(tl.float32)
-                score = tl.where(ok, tl.sum(key * query[None, :], 1) + bias * LOG2E, float("-inf"))
-                new = tl.maximum(top, tl.max(score, 0))
-                safe = tl.where(new == float("-inf"), 0.0, new)
-                fade, weight = tl.exp2(top - safe), tl.exp2(score - safe)
-                mass = mass * fade + tl.sum(weight, 0)
-                total = total * fade + tl.sum(weight[:, None] * value, 0)
-                top = new
-            if SPLIT == 1:
-                total = total / tl.where(mass > 0, mass, 1.0)
-                tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=d_ok)
-            else:
-                place = (n * HQ + h * G + q) * SPLIT + s
-                tl.store(sum_ptr + place * D + d, total, mask=d_ok)
-                one = tl.arange(0, 1)
-                tl.store(mass_ptr + place * 2 + one, top)
-                tl.store(mass_ptr + place * 2 + 1 + one, mass)
+                base = token_at(table_ptr, token, ok, stride_cb, stride_ct, P)
+            key, value = key.to(tl.float32), value.to(tl.float32)
+            score = tl.where(live, tl.sum(key * query[None, :], 1) + prior, float("-inf"))
+            new = tl.maximum(top, tl.max(score, 0))
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            fade, weight = tl.exp2(top - safe), tl.exp2(score - safe)
+            mass = mass * fade + tl.sum(weight, 0)
+            total = total * fade + tl.sum(weight[:, None] * value, 0)
+            top = new
+        if SPLIT == 1:
+            total = total / tl.where(mass > 0, mass, 1.0)
+            tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=d_ok)
+        else:
+            place = (n * HQ + h) * SPLIT + s
+            tl.store(sum_ptr + place * D + d, total, mask=d_ok)
+            one = tl.arange(0, 1)
+            tl.store(mass_ptr + place * 2 + one, top)
+            tl.store(mass_ptr + place * 2 + 1 + one, mass)
     if (SPLIT > 1) & TICKET:
         tl.debug_barrier()  # every thread's stores before the one thread's atomic
         if tl.atomic_add(ticket_ptr + n * H + h, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:

@@ -137,6 +137,8 @@ def _select_rows(*, fused: bool) -> dict[str, tuple[Row, ...]]:
                 "CHUNK": min(groups, launch.CHUNK),
                 "TICKET": row.ticket,
                 "AHEAD": row.ahead,
+                "MAXIMA": row.maxima,
+                "NARROW": row.narrow,
             }
             if fused:
                 heads = min(row.heads, launch.power_of_two(H))
@@ -153,7 +155,7 @@ def _merge_rows() -> dict[str, tuple[Row, ...]]:
         table[arch] = tuple(
             Row(
                 warps=launch.MERGE_WARPS,
-                consts={"TILE": row.tile, "CHUNK": launch.CHUNK},
+                consts={"TILE": row.tile, "CHUNK": launch.CHUNK, "MAXIMA": row.maxima},
                 label=str(i),
             )
             for i, row in enumerate(rows)
@@ -170,7 +172,13 @@ def _attend_rows(group: int) -> dict[str, tuple[Row, ...]]:
         table[arch] = tuple(
             Row(
                 warps=row.dot_warps if group > 1 else row.warps,
-                consts={"SPLIT": row.split, "TICKET": row.ticket, "PDL": dependent},
+                consts={
+                    "SPLIT": row.split,
+                    "TICKET": row.ticket,
+                    "DOT": row.dot or group > 1,
+                    "STAGES": row.stages,
+                    "PDL": dependent,
+                },
                 options={"launch_pdl": True} if dependent else {},
                 label=f"{row.programs or 'any'}",
             )
@@ -203,7 +211,8 @@ def _cases() -> dict[str, Case]:
     for dtype in ("bf16", "fp16", "fp32"):
         fused = row_sizes | given | {"HEAD_CLS": True} | choice
         chosen = _SIZES | half | block | page | given | choice
-        attend = {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK} | block
+        attend = {"H": H, "D": D, "DP": D, "P": P, "LOCAL": LOCAL, "TOPK": TOPK, "ALONE": True}
+        attend |= block
         cases |= {
             f"store_row_{dtype}": _case(
                 store.store_row_kernel,
@@ -243,13 +252,13 @@ def _cases() -> dict[str, Case]:
             f"attend_decode_{dtype}": _case(
                 attend_decode.attend_decode_kernel,
                 dtype,
-                attend | {"G": 1, "TILE_H": 16, "DOT": False},
+                attend | {"G": 1, "TILE_H": 16},
                 _attend_rows(1),
             ),
             f"attend_decode_group_{dtype}": _case(
                 attend_decode.attend_decode_kernel,
                 dtype,
-                attend | {"G": 8, "TILE_H": 16, "DOT": True},
+                attend | {"G": 8, "TILE_H": 16},
                 _attend_rows(8),
             )._replace(
                 matrix=dtype != "fp32",

@@ -28,6 +28,7 @@ from .primitives import (
     read_int32s,
     token_at,
     unpack_index,
+    widened,
 )
 from .store import angles_of, row_coordinates, store_row
 
@@ -106,16 +107,29 @@ def _finish(
 
 
 @triton.jit
+def _group_maxima(groups, score_ptr, group_ptr, CHUNK: tl.constexpr):
+    """The best score of every group, for this program alone to read."""
+    for o in range(0, groups, CHUNK):
+        i = o + tl.arange(0, CHUNK)
+        at = i[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        ok = (i < groups)[:, None] & (at >= 0)
+        score = tl.load(score_ptr + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        tl.store(group_ptr + i, tl.max(score, 1), mask=i < groups)
+    tl.debug_barrier()
+
+
+@triton.jit
 def _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor, inv_sigma,
-max_scores,
-           TILE: tl.constexpr, CHUNK: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr,
-           BS: tl.constexpr):  # fmt: skip
+           max_scores, TILE: tl.constexpr, CHUNK: tl.constexpr, MAXIMA: tl.constexpr,
+           TOPK: tl.constexpr, WINDOW: tl.constexpr, BS: tl.constexpr):  # fmt: skip
     """The 16 best groups, then the 16 best blocks in them. Of two groups with the same best score
     the lower one has the lower block of that score.
     """
     groups = tiles * (TILE // GROUP)
     score_ptr += n * max_scores
     group_ptr += n * (max_scores // GROUP)
+    if MAXIMA == 0:
+        _group_maxima(groups, score_ptr, group_ptr, CHUNK)
     i = tl.arange(0, CHUNK)
     top = tl.load(group_ptr + i, mask=i < groups, other=float("-inf"), cache_modifier=".cg")
     best = best_of(_pack(top, i), CHUNK, 16)
@@ -145,7 +159,8 @@ def select_row(
     SIDE: tl.constexpr,
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, MAXIMA: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
     """Split s of row n. ROTATE: iq is not rotated yet and the row may not be stored yet: its
     coordinates come from before.
@@ -157,6 +172,7 @@ def select_row(
     table_ptr += n * stride_table
     pages_ptr += n * stride_pages
     remote = tl.maximum(p // BS - LOCAL + 1, 0)  # p = -1: none
+    remote = tl.minimum(remote, max_scores)
     i = tl.arange(0, TILE)
     half = tl.arange(0, HP)
     h_ok = half < D // 2
@@ -177,12 +193,12 @@ def select_row(
     if ROTATE:
         tok, page, num_pages, query_page, _extra = row_coordinates(
             n, p, ok, aux_ptr, table_ptr, positions_ptr, pages_ptr, roles_ptr, num_rows, stride_cb,
-            stride_ct,
+            stride_ct, stride_pages,
             D, P, POSITIONS, PAGE_TABLE)  # fmt: skip
         cos, sin = angles_of(tok, page, turn_ptr, half, h_ok, D, PAGE_MOD)
-        r0, r1 = q0 * cos - q1 * sin, q1 * cos + q0 * sin
-        q0 = r0.to(iq_ptr.dtype.element_ty).to(tl.float32)
-        q1 = r1.to(iq_ptr.dtype.element_ty).to(tl.float32)
+        turned0, turned1 = q0 * cos - q1 * sin, q1 * cos + q0 * sin
+        q0 = widened(turned0.to(iq_ptr.dtype.element_ty))
+        q1 = widened(turned1.to(iq_ptr.dtype.element_ty))
     else:
         state_ptr = aux_ptr + token_at(table_ptr, p, ok, stride_cb, stride_ct, P) + D + 2
         num_pages, query_page = read_int32(state_ptr + 8, ok), read_int32(state_ptr + 12, ok)
@@ -192,15 +208,16 @@ def select_row(
     count = remote
     wanted = first
     role_hit = first > 0
-    held = i < 0  # of a run that is one tile: which blocks hold an image of the page
+    j = tl.arange(0, NARROW)
+    held = j < 0  # of a run of up to NARROW: which blocks hold an image of the page
     if (query_page >= 0) & (remote > 0):
         g = query_page + 1
         if PAGE_TABLE:
-            asked = (g <= num_pages) & (g * 2 < stride_pages)
+            asked = (g > 0) & (g <= num_pages) & (g < stride_pages // 2)
             begin = tl.load(pages_ptr + g * 2, mask=asked, other=0)
             length = tl.load(pages_ptr + g * 2 + 1, mask=asked, other=0)
         else:
-            asked = (g <= num_pages) & (g < p)
+            asked = (g > 0) & (g <= num_pages) & (g < p)  # a state of nonsense may wrap around
             count_ptr = aux_ptr + token_at(table_ptr, g, asked, stride_cb, stride_ct, P) + D + COUNT
             length, begin = read_int32(count_ptr, asked), read_int32(count_ptr + 4, asked)
         low = begin // BS
@@ -216,12 +233,12 @@ def select_row(
             o = low
             found = low * 0
             while (o <= high) & (found == 0):
-                blk = o + i
+                run = o + j
                 held = _holds(
-                    blk, blk <= high, g, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
+                    run, run <= high, g, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
                     stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
                 found = tl.max(held.to(tl.int32), 0)
-                o += TILE
+                o += NARROW
             if found > 0:
                 first = low
                 count = high - low + 1
@@ -229,7 +246,18 @@ def select_row(
 
     tiles = (count + TILE - 1) // TILE
     active = tl.maximum(tl.minimum(tiles, SPLIT), 1)
-    if s < active:
+    if (wanted > 0) & (count <= NARROW):
+        if s == 0:
+            run_at = token_at(table_ptr, (first + j) * BS, held, stride_cb, stride_ct, P)
+            r0, r1 = _summaries(
+                first + j, held, run_at, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb,
+                stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
+            few = _scores(held, r0, r1, q0, q1, scale * (D**-0.5), D)
+            few_best = best_of(_pack(few, first + j), NARROW, 16)
+            _finish(few_best, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)
+            if TICKET == 0:
+                tl.store(ticket_ptr + n * 2, 0)
+    elif s < active:
         factor = scale * (D**-0.5)
         blk = first + s * TILE + i
         b_ok = blk < first + count
@@ -244,7 +272,10 @@ def select_row(
                     blk, b_ok, at, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb,
                     stride_ct, D, HP, P, BS, SIDE)  # fmt: skip
         if tiles <= 1:
-            b_ok = b_ok & (held | (wanted == 0))
+            if wanted > 0:
+                b_ok = _holds(
+                    blk, b_ok, wanted, role_hit, n, aux_ptr, table_ptr, range_ptr, max_blocks,
+                    stride_cb, stride_ct, D, P, BS, SIDE)  # fmt: skip
             if AHEAD == 0:
                 k0, k1 = _summaries(
                     blk, b_ok, at, n, aux_ptr, table_ptr, side_ptr, max_blocks, stride_cb,
@@ -281,16 +312,17 @@ def select_row(
                     at = token_at(table_ptr, more * BS, more_ok, stride_cb, stride_ct, P)
                     score = _scores(b_ok, k0, k1, q0, q1, factor, D)
                 tl.store(score_ptr + n * max_scores + t * TILE + i, score)
-                top = tl.max(tl.reshape(score, (TILE // GROUP, GROUP)), 1)
-                to = group_ptr + (n * max_scores + t * TILE) // GROUP + tl.arange(0, TILE // GROUP)
-                tl.store(to, top)
+                if MAXIMA:
+                    top = tl.max(tl.reshape(score, (TILE // GROUP, GROUP)), 1)
+                    to = (n * max_scores + t * TILE) // GROUP + tl.arange(0, TILE // GROUP)
+                    tl.store(group_ptr + to, top)
             if TICKET:
                 tl.debug_barrier()  # every thread's stores before the one thread's atomic
                 if tl.atomic_add(ticket_ptr + n, 1, sem="acq_rel", scope="gpu") == active - 1:
                     tl.store(ticket_ptr + n, 0)
                     _merge(
                         p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor,
-                        inv_sigma, max_scores, TILE, CHUNK, TOPK, WINDOW, BS)  # fmt: skip
+                        inv_sigma, max_scores, TILE, CHUNK, MAXIMA, TOPK, WINDOW, BS)  # fmt: skip
             else:
                 if s == 0:
                     tl.store(ticket_ptr + n * 2, tiles)
@@ -309,7 +341,8 @@ def select_decode_kernel(
     PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr, SIDE: tl.constexpr,
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, MAXIMA: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
     """Grid SPLIT * N. Rows are stored and iq is rotated.
 
@@ -328,14 +361,14 @@ def select_decode_kernel(
         stride_ct,
         stride_table, stride_pages, H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, False,
         SIDE, LOCAL, TOPK,
-        WINDOW, TILE, SPLIT, CHUNK, TICKET, AHEAD)  # fmt: skip
+        WINDOW, TILE, SPLIT, CHUNK, TICKET, AHEAD, MAXIMA, NARROW)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def select_merge_kernel(
     row_pos_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, max_scores, floor, inv_sigma,
     BS: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """Grid N: the end of select_decode_kernel for rows of several tiles, where a ticket is not
     allowed.
@@ -345,7 +378,8 @@ def select_merge_kernel(
     if tiles > 0:
         _merge(tl.load(row_pos_ptr + n), n, tl.load(ticket_ptr + n * 2 + 1), tiles, score_ptr,
                group_ptr, ids_ptr,
-               bias_ptr, floor, inv_sigma, max_scores, TILE, CHUNK, TOPK, WINDOW, BS)  # fmt: skip
+               bias_ptr, floor, inv_sigma, max_scores, TILE, CHUNK, MAXIMA, TOPK, WINDOW,
+               BS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -361,7 +395,8 @@ def store_select_kernel(
     HEAD_CLS: tl.constexpr,
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, HEADS: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, MAXIMA: tl.constexpr,
+    NARROW: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLIT + PARTS + 1) * N: both stages at once, from trusted summaries. The longer ones,
@@ -383,7 +418,7 @@ def store_select_kernel(
             stride_pages,
             H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, True, False, LOCAL, TOPK, WINDOW,
             TILE, SPLIT, CHUNK,
-            TICKET, AHEAD)  # fmt: skip
+            TICKET, AHEAD, MAXIMA, NARROW)  # fmt: skip
     else:
         x -= SPLIT * num_rows
         store_row(

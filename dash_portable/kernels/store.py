@@ -131,8 +131,8 @@ def _store_heads(
     n, x, p, ok, row_at, q_ptr, k_ptr, v_ptr, query_ptr, cache_ptr, aux_ptr, turn_ptr, roles_ptr,
     positions_ptr, table_ptr, pages_ptr, num_rows, stride_qn, stride_kn, stride_vn, stride_cb,
     stride_ch, stride_ct, stride_pages, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    HP: tl.constexpr, P: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr,
-    HEADS: tl.constexpr,
+    HP: tl.constexpr, P: tl.constexpr, PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr,
+    PAGE_TABLE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """kv heads x * HEADS and following, with their query heads."""
     half = tl.arange(0, HP)

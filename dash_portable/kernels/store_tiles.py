@@ -31,21 +31,21 @@ def _larger(a, b):
 
 
 @triton.jit
-def _counts(page, ok, first, begin, order_ptr, positions_ptr, aux_ptr, table_ptr, pages_ptr,
-num_rows,
-            stride_cb, stride_ct, D: tl.constexpr, P: tl.constexpr, POSITIONS: tl.constexpr,
-            PAGE_TABLE: tl.constexpr):  # fmt: skip
-    """Counts of pages [M]: from the table, from this step's own rows (page >= first), or from the
-    cache.
+def _counts(page, ok, first, many, begin, order_ptr, positions_ptr, aux_ptr, table_ptr, pages_ptr,
+            num_rows, stride_cb, stride_ct, stride_pages, D: tl.constexpr, P: tl.constexpr,
+            POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr):  # fmt: skip
+    """Counts of pages [M]: from the table, from this step's own `many` rows (page >= first), or
+    from the cache. 0 of a page that is in none of them, which only nonsense in the cache asks for.
     """
     if PAGE_TABLE:
-        return tl.load(pages_ptr + page * 2 + 1, mask=ok, other=0)
+        listed = ok & (page >= 0) & (page < stride_pages // 2)
+        return tl.load(pages_ptr + page * 2 + 1, mask=listed, other=0)
     else:
         old = ok & (page >= 0) & (page < first)
         at = token_at(table_ptr, page, old, stride_cb, stride_ct, P)
         count = read_int32s(aux_ptr + at + D + COUNT, old)
         if POSITIONS == 1:
-            new = ok & (page >= first)
+            new = ok & (page >= first) & (page < first + many)
             row = tl.load(order_ptr + begin + page - first, mask=new, other=0)
             count = tl.where(
                 new, -1 - tl.load(positions_ptr + 3 * num_rows + row, mask=new, other=-1), count
@@ -116,6 +116,7 @@ def store_coordinates_kernel(
             many > 0,
             stride_cb,
             stride_ct,
+            stride_pages,
             D,
             P,
             PAGE_TABLE,
@@ -138,7 +139,8 @@ def store_coordinates_kernel(
                 count = tl.where(ok & (extra < 0), -1 - extra, 0)
                 start = carry + tl.cumsum(count, 0) - count
                 if PAGE_TABLE:
-                    start = tl.load(pages_ptr + (t + i) * 2, mask=ok, other=0)
+                    listed = ok & (t + i < stride_pages // 2)
+                    start = tl.load(pages_ptr + (t + i) * 2, mask=listed, other=0)
                 tl.store(start_ptr + row, start, mask=ok)
                 carry += tl.sum(count, 0)
             if PAGE_TABLE == 0:
@@ -146,9 +148,10 @@ def store_coordinates_kernel(
         tl.store(end_ptr + r, end)
         if POSITIONS < 2:
             nothing = tl.max(
-                _counts(i * 0, one & (num_pages == 0), first, begin, order_ptr, positions_ptr,
+                _counts(i * 0, one & (num_pages == 0), first, many, begin, order_ptr, positions_ptr,
                         aux_ptr, table_ptr,
-                        pages_ptr, num_rows, stride_cb, stride_ct, D, P, POSITIONS, PAGE_TABLE),
+                        pages_ptr, num_rows, stride_cb, stride_ct, stride_pages, D, P, POSITIONS,
+                        PAGE_TABLE),
                         0) <= 0  # fmt: skip
             text = (num_pages == 0) & nothing  # no image at all: a marker is text
             opened = first * 0
@@ -164,9 +167,10 @@ def store_coordinates_kernel(
                     tl.associative_scan(tl.where(marker, token, -1), 0, _larger), since
                 )
                 now = tl.minimum(page + number, num_pages)
-                count = _counts(now, ok & (last >= 0), first, begin, order_ptr, positions_ptr,
+                count = _counts(now, ok & (last >= 0), first, many, begin, order_ptr, positions_ptr,
                                 aux_ptr, table_ptr,
-                                pages_ptr, num_rows, stride_cb, stride_ct, D, P, POSITIONS,
+                                pages_ptr, num_rows, stride_cb, stride_ct, stride_pages, D, P,
+                                POSITIONS,
                                 PAGE_TABLE)  # fmt: skip
                 number_on_page = tl.where(
                     last >= 0, count + token - last, tok + token - decoded + 1

@@ -73,9 +73,11 @@ def summaries_pages_kernel(
         pages_ptr += r * stride_pages
         last = token_at(table_ptr, length - 1, length > 0, stride_cb, stride_ct, P)
         num_pages = read_int32(aux_ptr + last + D + STATE + 8, length > 0)
-        fit = tl.minimum(num_pages + 1, stride_pages // 2)
-        if WRITE:
-            fit = tl.minimum(num_pages + 1, length)
+        # What the cache says may be anything, the largest number too.
+        fit = tl.minimum(num_pages, length) + 1
+        fit = tl.minimum(fit, length if WRITE else stride_pages // 2)
+        if GIVEN:
+            fit = tl.minimum(fit, stride_given // 2)
         i = tl.arange(0, TILE)
         carry = length * 0
         for first in range(0, fit, TILE):
@@ -172,7 +174,7 @@ def summaries_copy_kernel(
     tiles = (max_blocks + TILE - 1) // TILE
     r = (tl.program_id(0) // tiles).to(tl.int64)
     b = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    ok = (b + 1) * BS <= tl.load(seq_lens_ptr + r)
+    ok = (b < max_blocks) & ((b + 1) * BS <= tl.load(seq_lens_ptr + r))
     aux_ptr = cache_ptr + head_at(H, stride_ch) + D
     table_ptr += r * stride_table
     half = tl.arange(0, HP)

@@ -13,11 +13,19 @@ LENGTHS = [700, 33, 160, 1, 401]
 
 
 @pytest.fixture(
-    params=[(1, False), (2, True), (4, False), (16, True)], ids=lambda p: f"split-{p[0]}"
+    params=[
+        (1, False, False),
+        (2, True, True),
+        (4, False, False),
+        (4, True, False),
+        (16, True, True),
+    ],
+    ids=lambda p: f"split-{p[0]}-ticket-{p[1]}-dot-{p[2]}",
 )
 def row(request, monkeypatch):
-    split, ticket = request.param
-    monkeypatch.setattr(launch, "ATTEND", {"*": (launch.AttendRow(split=split, ticket=ticket),)})
+    split, ticket, dot = request.param
+    found = launch.AttendRow(split=split, ticket=ticket, dot=dot)
+    monkeypatch.setattr(launch, "ATTEND", {"*": (found,)})
 
 
 def attended(world, step, ids, bias, query, dtype):

@@ -1,0 +1,241 @@
+"""Launch rows of decode that may beat the shipped ones: checked against them, timed beside them.
+
+    python benchmarks/decode_candidates.py            compiled by 15 processes first
+    python benchmarks/decode_candidates.py attend --jobs 4    only these parts: attend select layer
+
+Medians of three, in us: with L2 emptied before every call (the emptying subtracted), and warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+import triton
+import tune_decode as tune
+from torch import Tensor
+
+from dash_portable.kernels import launch
+
+Split = tuple[int, int, int]  # tile, splits of a row, warps
+PLAIN = {"maxima": False, "narrow": 32}
+# Rows, then candidates of selection alone at 128K.
+ALONE: list[tuple[tuple[int, ...], Split, dict[str, object]]] = [
+    ((1,), (64, 64, 8), {"ahead": True} | PLAIN),
+    ((1, 8), (64, 64, 8), PLAIN),
+    ((8, 64), (64, 8, 4), PLAIN),
+    ((8, 64), (128, 8, 8), PLAIN),
+    ((64, 256), (128, 4, 8), PLAIN),
+    ((64, 256), (128, 4, 8), {"narrow": 32}),
+    ((64, 256), (64, 4, 4), PLAIN),
+    ((256,), (64, 2, 4), PLAIN),
+    ((256,), (64, 2, 4), {"narrow": 32}),
+    ((256,), (128, 2, 8), PLAIN),
+    ((256,), (128, 1, 8), PLAIN),
+]
+# The same with the store, at 32K.
+JOINT: list[tuple[tuple[int, ...], Split, dict[str, object]]] = [
+    ((1, 8), (64, 16, 8), {"ahead": True} | PLAIN),
+    ((1, 8, 64), (64, 16, 4), PLAIN),
+    ((8, 64), (64, 8, 4), PLAIN),
+    ((64, 256), (64, 4, 4), PLAIN),
+    ((64, 256), (128, 4, 8), PLAIN),
+    ((256,), (64, 2, 4), PLAIN),
+]
+ATTEND = [launch.AttendRow(split=split, warps=warps, ticket=ticket) for split, warps, ticket in [
+    (16, 2, True), (8, 1, True), (2, 1, True), (4, 1, False), (16, 4, True), (8, 2, True),
+]] + [
+    launch.AttendRow(split=split, warps=warps, stages=stages, ticket=True, dot=True)
+    for split, warps, stages in [
+        (16, 4, 2), (16, 2, 2), (8, 4, 3), (8, 2, 2), (4, 4, 3), (4, 2, 3), (2, 4, 3), (2, 2, 3),
+        (2, 4, 2), (1, 4, 3), (1, 4, 4),
+    ]
+]  # fmt: skip
+TABLES = (dict(launch.SELECT), dict(launch.ATTEND))
+TABLE: list[str] = []
+
+
+def row_of(split: Split, options: dict[str, object], rows: int) -> launch.SelectRow:
+    return tune.select_rows([(split, options)], rows)[0]
+
+
+def named(row: launch.SelectRow | launch.AttendRow, rows: int = 1) -> str:
+    text = tune.short(row, rows)
+    if isinstance(row, launch.AttendRow):
+        return text + (f" dot stages {row.stages}" if row.dot else "")
+    return text + ("" if row.maxima else " no maxima") + f" narrow {row.narrow}"
+
+
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Median of three, L2 emptied and warm."""
+    call()
+    return median(tune.cold_us(call) for _ in range(3)), median(
+        tune.median_us(call, 20) for _ in range(3)
+    )
+
+
+def shipped() -> None:
+    launch.SELECT, launch.ATTEND = dict(TABLES[0]), dict(TABLES[1])
+
+
+def report(kind: str, case: tune.Case, found: dict[str, tuple[float, float, str]]) -> list[str]:
+    best = sorted(found, key=lambda name: found[name][0])
+    pages = " pages" if case.paged else ""
+    head = f"{kind} {case.context >> 10}K{pages} N={case.rows}"
+    for name in best:
+        cold, warm, note = found[name]
+        TABLE.append(f"{head:24} {cold:6.1f} cold {warm:6.1f} warm  {name}  {note}")
+    print(*TABLE[-len(best) :], sep="\n", flush=True)
+    return best
+
+
+def chosen(case: tune.Case, parts: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> str:
+    other = int((parts[0] != wanted[0]).any(1).sum())
+    gap = float((parts[1] - wanted[1]).abs().max())
+    return "same bits" if not other and not gap else f"{other} ROWS DIFFER, bias {gap:.1e}"
+
+
+def select(case: tune.Case) -> None:
+    shipped()
+    base = tune.selected(case, case.layer())
+    base()
+    wanted = tuple(x.clone() for x in base())
+    found = {"SHIPPED": (*timed(base), "")}
+    for rows, split, options in ALONE:
+        if case.rows in rows:
+            row = row_of(split, options, case.rows)
+            call = tune.selected(case, case.layer(row))
+            call()
+            note = chosen(case, call(), wanted)
+            found[named(row, case.rows)] = (*timed(call), note)
+    report("select", case, found)
+
+
+def attend(case: tune.Case) -> list[launch.AttendRow]:
+    shipped()
+    layer = case.layer()
+    base = case.runner()
+    query, ids, bias = (x.clone() for x in tune.prepared(case, layer)())
+    exact = tune.oracle(case, query, ids, bias) if case.rows <= 64 else None
+    wanted = torch.empty_like(query)
+    base.run(query, case.cache, ids, bias, wanted)
+    found, kept = (
+        {"SHIPPED": (*timed(lambda: base.run(query, case.cache, ids, bias, wanted)), "")},
+        {},
+    )
+    for row in ATTEND:
+        runner, out = case.runner(row), torch.full_like(query, torch.nan)
+        call = lambda r=runner, o=out: r.run(query, case.cache, ids, bias, o)  # noqa: E731
+        call()
+        call()
+        true = wanted.double() if exact is None else exact
+        error = float((out.double() - true).norm() / true.norm())
+        kept[named(row)] = row
+        found[named(row)] = (*timed(call), f"error {error:.1e}")
+    return [kept[name] for name in report("attend", case, found) if name in kept]
+
+
+def joint(case: tune.Case) -> list[launch.SelectRow]:
+    shipped()
+    base = tune.prepared(case, case.layer())
+    base()
+    wanted = tuple(x.clone() for x in base()[1:])
+    found, kept = {"SHIPPED": (*timed(base), "")}, {}
+    for rows, split, options in JOINT:
+        if case.rows in rows:
+            row = row_of(split, options, case.rows)
+            call = tune.prepared(case, case.layer(row))
+            call()
+            note = chosen(case, call()[1:], wanted)
+            kept[named(row, case.rows)] = row
+            found[named(row, case.rows)] = (*timed(call), note)
+    return [kept[name] for name in report("store+select", case, found) if name in kept]
+
+
+def layers() -> None:
+    """At 32K: both launches, then the best two of each together, with and without PDL."""
+    for case in tune.cases(1 << 15, False):
+        seconds, firsts = attend(case), joint(case)
+        shipped()
+        own = launch.select_row("sm90", case.rows, case.context // tune.BS)
+        runner = case.runner(dependent=own.dependent)
+        found = {"SHIPPED": (*timed(tune.whole(case, case.layer(), runner)), "")}
+        split = launch.split_of(own, case.rows, case.context // tune.BS)
+        own = own._replace(rows=None, blocks=None, programs=split * case.rows)
+        for first, second in itertools.product([own, *firsts[:2]], seconds[:2]):
+            for dependent in (True, False):
+                runner = case.runner(second, dependent=dependent)
+                call = tune.whole(case, case.layer(first._replace(dependent=dependent)), runner)
+                name = f"{named(first, case.rows)} + {named(second)}"
+                found[name + (" PDL" if dependent else " plain")] = (*timed(call), "")
+        report("layer", case, found)
+
+
+def selects() -> None:
+    for pages in (False, True):
+        for case in tune.cases(1 << 17, pages):
+            select(case)
+
+
+PARTS = {"layer": layers, "select": selects}
+
+
+def work() -> Iterator[tuple[object, ...]]:
+    for rows in (1, 8, 64, 256):
+        for blocks, kinds in ((1024, ("joint",)), (4096, ("alone",))):
+            row = launch.select_row("sm90", rows, blocks)
+            split = launch.split_of(row, rows, blocks)
+            row = row._replace(rows=None, blocks=None, programs=4 * split)
+            for kind in kinds:
+                heads = 10 if kind == "joint" else 2
+                yield kind, row, blocks * tune.BS, heads, 1
+    for _, split, options in JOINT:
+        for dependent in (True, False):
+            yield "joint", row_of(split, options | {"dependent": dependent}, 4), 1 << 15, 10, 1
+    for _, split, options in ALONE:
+        yield "alone", row_of(split, options, 4), 1 << 17, 2, 1
+    for row in (*ATTEND, *(row._replace(programs=None) for row in TABLES[1]["sm90"])):
+        yield "attend", row, 1 << 15, 10, 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", default=[])
+    parser.add_argument("--jobs", type=int, default=min(15, os.cpu_count() or 1))
+    parser.add_argument("--warm", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.warm:
+        index, of = map(int, args.warm.split("/"))
+        for job in list(dict.fromkeys(work()))[index::of]:
+            try:
+                tune._compile(*job)
+            except Exception:  # the others are worth having
+                traceback.print_exc()
+        return
+    children = [
+        subprocess.Popen([sys.executable, __file__, "--warm", f"{i}/{args.jobs}"])
+        for i in range(args.jobs)
+    ]
+    failed = [child.args for child in children if child.wait()]
+    print(torch.cuda.get_device_name(), triton.__version__, f"{len(failed)} failed", flush=True)
+    for name in args.parts or PARTS:
+        try:
+            PARTS[name]()
+        except Exception:  # the other parts are worth having
+            traceback.print_exc()
+    print("", *TABLE, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    main()
