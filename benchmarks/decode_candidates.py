@@ -15,7 +15,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -188,22 +187,35 @@ def selects() -> None:
 PARTS = {"layer": layers, "select": selects}
 
 
+def shipped_row(rows: int, blocks: int) -> launch.SelectRow:
+    """The table's row as one for four rows with as many splits."""
+    row = launch.select_row("sm90", rows, blocks)
+    programs = 4 * launch.split_of(row, rows, blocks)
+    return row._replace(rows=None, blocks=None, programs=programs)
+
+
 def work() -> Iterator[tuple[object, ...]]:
-    for rows in (1, 8, 64, 256):
-        for blocks, kinds in ((1024, ("joint",)), (4096, ("alone",))):
-            row = launch.select_row("sm90", rows, blocks)
-            split = launch.split_of(row, rows, blocks)
-            row = row._replace(rows=None, blocks=None, programs=4 * split)
-            for kind in kinds:
-                heads = 10 if kind == "joint" else 2
-                yield kind, row, blocks * tune.BS, heads, 1
-    for _, split, options in JOINT:
+    joint = [shipped_row(rows, 1024) for rows in (1, 8, 64, 256)]
+    joint += [row_of(split, options, 4) for _, split, options in JOINT]
+    for row in joint:
         for dependent in (True, False):
-            yield "joint", row_of(split, options | {"dependent": dependent}, 4), 1 << 15, 10, 1
-    for _, split, options in ALONE:
-        yield "alone", row_of(split, options, 4), 1 << 17, 2, 1
-    for row in (*ATTEND, *(row._replace(programs=None) for row in TABLES[1]["sm90"])):
-        yield "attend", row, 1 << 15, 10, 1
+            yield "joint", row._replace(dependent=dependent), 1 << 15, 10, 1
+    alone = [shipped_row(rows, 4096) for rows in (1, 8, 64, 256)]
+    for row in alone + [row_of(split, options, 4) for _, split, options in ALONE]:
+        yield "alone", row, 1 << 17, 2, 1
+    for row in (*ATTEND, *TABLES[1]["sm90"]):
+        for dependent in (True, False):
+            yield "attend", row._replace(programs=None), dependent
+
+
+def compiled(kind: str, row: object, *rest: object) -> None:
+    if kind != "attend":
+        tune._compile(kind, row, *rest)
+        return
+    small = tune.Case(4, 4096, pages=False)
+    ids = torch.full((4, tune.CONFIG.topk), -1, dtype=torch.int32, device=tune.DEVICE)
+    runner, query = small.runner(row, dependent=rest[0]), small.inputs[0]
+    runner.run(query, small.cache, ids, ids.float(), torch.empty_like(query))
 
 
 def main() -> None:
@@ -218,7 +230,7 @@ def main() -> None:
         index, of = map(int, args.warm.split("/"))
         for job in list(dict.fromkeys(work()))[index::of]:
             try:
-                tune._compile(*job)
+                compiled(*job)
             except Exception:  # the others are worth having
                 traceback.print_exc()
         return
@@ -237,5 +249,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     main()
