@@ -6,6 +6,7 @@ last block point far outside the cache, so that reading what must not be read sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -293,6 +294,7 @@ class Expected:
         np.bool_
     ]  # [T] no left-out block is within the arithmetic's error of a kept one
     bound: brute.Floats  # [T] how far an output may be off
+    bias_error: brute.Floats  # [T] how far a bias may be
     selections: list[brute.Selection]
 
 
@@ -326,10 +328,14 @@ def expected(paged: Paged, seq: int = 0) -> Expected:
     logit_error = 2.0**-23 * longest[0] * longest[1]
     worst = np.array([max(map(abs, s.scores.values()), default=0.0) for s in selections])
     score_error = flip * (worst > 0) + rule.dim * 2.0**-23 * worst
+    # A prior is (x - tau) ** 2, x half a score: its logarithm moves by at most twice the score's
+    # error over its root, which is no less than the floor's; and so may the mean over the kept.
+    moved = 4 * score_error / math.sqrt(rule.floor) + 4 * 2.0**-23 * abs(math.log(rule.floor))
     return Expected(
         out=out,
         safe=np.array([s.margin for s in selections]) > 2 * score_error,
         bound=2 * eps * float(np.abs(out).max())
         + (4 * score_error + 2 * logit_error) * float(np.abs(of.v).max()),
+        bias_error=moved / rule.sigma,
         selections=selections,
     )
