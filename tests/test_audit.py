@@ -5,6 +5,7 @@ purpose.
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ from dash_portable.platform.facts import ARCHS, Vendor
 pytest.importorskip("triton", reason="compiling needs Triton, which is built for Linux only")
 
 SAMPLES = "tests.audit_samples.kernels:CASES"
+NO_LINKER = "Triton 3.4 brings no linker for AMD: it compiles for NVIDIA alone"
+LINKS_AMD = not version("triton").startswith("3.4.")
+for_amd = pytest.mark.skipif(not LINKS_AMD, reason=NO_LINKER)
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +38,9 @@ def rows_of(cache: Path, targets: str, only: str, **more: object) -> list[audit.
 
 
 def test_right_kernels_pass_on_every_kind_of_card(cache: Path):
-    rows = rows_of(cache, "sm80 sm90 sm120 gfx942 gfx1201", "scale product")
-    assert [row.problems for row in rows] == [()] * 10
+    targets = "sm80 sm90 sm120" + (" gfx942 gfx1201" if LINKS_AMD else "")
+    rows = rows_of(cache, targets, "scale product")
+    assert [row.problems for row in rows] == [()] * len(targets.split()) * 2
     for row in rows:
         assert row.usage is not None
         assert 0 < row.usage.regs <= ALL_TARGETS[row.target].regs
@@ -49,15 +54,22 @@ def test_right_kernels_pass_on_every_kind_of_card(cache: Path):
     ("case", "target", "said"),
     [
         ("narrow_add", "sm90", "arithmetic: arith.addf on bf16 values"),
-        ("narrow_add", "gfx942", "arithmetic: arith.addf on bf16 values"),
+        pytest.param(
+            "narrow_add", "gfx942", "arithmetic: arith.addf on bf16 values", marks=for_amd
+        ),
         ("narrow_offset", "sm90", "address: stride_x is multiplied in 32 bits"),
-        ("narrow_offset", "gfx942", "address: stride_x is multiplied in 32 bits"),
-        ("big_tile", "gfx942", "shared memory: needs"),
+        pytest.param(
+            "narrow_offset",
+            "gfx942",
+            "address: stride_x is multiplied in 32 bits",
+            marks=for_amd,
+        ),
+        pytest.param("big_tile", "gfx942", "shared memory: needs", marks=for_amd),
         ("big_tile", "sm90", "shared memory: needs"),
         ("many_warps", "sm90", "threads: 64 warps of 32 are 2048"),
         ("many_warps", "gfx942", "threads: 64 warps of 64 are 4096"),
         ("not_matrix", "sm80", "matrix: the case claims"),
-        ("not_matrix", "gfx942", "matrix: the case claims"),
+        pytest.param("not_matrix", "gfx942", "matrix: the case claims", marks=for_amd),
         ("refused", "sm90", "compile: UnsupportedLanguageConstruct"),
         ("top", "pvc", "compile:"),  # this Triton has no Intel backend
     ],

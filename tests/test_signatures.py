@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.nn.attention import varlen
 
 from tests.fakes import (
     aiter,
@@ -176,6 +175,7 @@ def test_every_recorded_function_that_an_adapter_calls_is_held() -> None:
 
 
 def test_torchs_varlen_is_one_of_its_fakes() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch before 2.10")
     """The torch that runs the tests: by name and order, since annotations say the rest."""
     real = [text.partition("=")[0] for text in written(varlen.varlen_attn)]
     known = [
