@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from dash_portable.backends import probe, records
@@ -20,7 +22,7 @@ from dash_portable.dispatch import platform_for, survey, table
 from dash_portable.document import MARKER, TEXT, Document, model_config, paged, plain, tiled
 from dash_portable.errors import BackendError, UnsupportedError
 from dash_portable.plan import DashStep
-from dash_portable.platform.facts import Platform
+from dash_portable.platform.facts import Platform, Vendor
 from dash_portable.request import PHASES, Request
 from dash_portable.serve import serve
 from dash_portable.step import Step
@@ -31,7 +33,9 @@ from dash_portable.trial.reading import keys_read
 from dash_portable.trial.verify import Oracle
 
 SIZES = ("small", "medium", "large")
-DENSE = "dense sdpa"
+# Dense attention: as torch chooses, and by a library that is faster where it is there.
+DENSE, CUDNN = "dense sdpa", "dense cudnn"
+PEERS = (DENSE, CUDNN)
 _LOOKED = 16
 
 
@@ -256,7 +260,7 @@ class Bench:
         products = int(read.sum()) * feed.heads * width
         return limits.floor(moved * size, products)
 
-    def dense(self, budget: float) -> Result:
+    def dense(self, name: str, budget: float) -> Result:
         """Causal attention over everything by torch, what a user without DASH pays."""
         first, last = self.span
         q, k, v, _, _ = self.rows
@@ -270,15 +274,24 @@ class Bench:
         causal, shared = first == 0, self.feed.heads != self.feed.kv_heads
 
         def attend() -> Tensor:
-            return scaled_dot_product_attention(
-                query, keys, values, is_causal=causal, enable_gqa=shared
-            )
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if name == CUDNN else nullcontext():
+                return scaled_dot_product_attention(
+                    query, keys, values, is_causal=causal, enable_gqa=shared
+                )
 
-        device = self.feed.device
-        times = time_call(attend, device, graph=device.type != "cpu", budget=budget)
-        return Result(
-            workload=self.workload.name, phase=self.workload.phase, way=DENSE, times=times
-        )
+        device, title, phase = self.feed.device, self.workload.name, self.workload.phase
+        try:
+            times = time_call(attend, device, graph=device.type != "cpu", budget=budget)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # a library's word for "not this shape"
+            return Result(workload=title, phase=phase, way=name, note=str(error).splitlines()[0])
+        return Result(workload=title, phase=phase, way=name, times=times)
+
+
+def peers(device: torch.device) -> tuple[str, ...]:
+    """The kinds of dense attention to measure on a device."""
+    return PEERS if platform_for(device, table()).vendor is Vendor.NVIDIA else (DENSE,)
 
 
 def chosen(size: str, only: Iterable[str] = ()) -> list[Workload]:
@@ -321,7 +334,7 @@ def figures(results: Iterable[Result]) -> dict[tuple[str, str], float]:
     """
     times: dict[tuple[str, str], dict[str, float]] = {}
     for one in results:
-        if one.way != DENSE and one.times is not None and not one.wrong:
+        if one.way not in PEERS and one.times is not None and not one.wrong:
             found = times.setdefault((one.phase, one.way), {})
             found[one.workload] = one.times.figure * 1e6
     wanted = {
