@@ -93,7 +93,11 @@ def __getattr__(name: str) -> object:
         return importlib.metadata.version("dash-portable")
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dash_portable.errors import nearest
+
+    near = nearest(name, __all__, likeness=0.6)
+    hint = f" (nearest: {near})" if near else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dash_portable.checks import FLOAT, check_integer, is_tensor
+from dash_portable.checks import FLOAT, check_device, check_integer, is_tensor
 from dash_portable.config import DashConfig
 from dash_portable.errors import ArgumentError, UnsupportedError, found_needed
 
@@ -56,6 +56,8 @@ class CacheShape:
             raise found_needed("cache", type(cache).__name__, f"a tensor {form}")
         if cache.dim() != 4:
             raise found_needed("cache", list(cache.shape), form)
+        if cache.is_meta:
+            raise found_needed("cache", "device meta", "a device with memory, such as cpu")
         if cache.dtype.is_floating_point and cache.dtype.itemsize == 1:
             raise UnsupportedError(
                 f"cache: found {cache.dtype}, needed float16, bfloat16 or float32 "
@@ -130,8 +132,10 @@ def empty_cache(
     check_integer("num_blocks", num_blocks, 1)
     check_integer("num_kv_heads", num_kv_heads, 1)
     if dtype not in FLOAT:
-        raise found_needed("dtype", dtype, "float16, bfloat16 or float32")
+        raise found_needed("dtype", repr(dtype), "torch.float16, torch.bfloat16 or torch.float32")
     check_block_size(block_size, config.block)
+    if device is not None:
+        check_device(device)
     shape = (num_blocks, num_kv_heads + 1, block_size, 2 * config.index_dim)
     return torch.zeros(shape, dtype=dtype, device=device)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dash_portable.errors import ArgumentError, found_needed
 from dash_portable.pages import MAX_PAGES
+from dash_portable.platform.detect import current_platform
 
 INDEX = (torch.int32, torch.int64)
 FLOAT = (torch.float16, torch.bfloat16, torch.float32)
@@ -48,6 +49,13 @@ def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise found_needed(name, repr(value), "True or False")
     return value
+
+
+def check_device(value: object) -> None:
+    """ArgumentError unless torch has such a device here."""
+    if not isinstance(value, (str, torch.device)):
+        raise found_needed("device", repr(value), "a torch device, such as 'cpu' or 'cuda:0'")
+    current_platform(value)
 
 
 def check_backend(value: object) -> None:
@@ -204,7 +212,12 @@ class StepValues:
         ok = length <= self.longest
         _all("seq_lens", length, ok, f"at most {self.longest} (max_model_len, block_table)", seq)
         # The rows of a sequence are its last tokens: too many of them begin before its first.
-        _all("seq_lens", length, position >= 0, "at least its rows that are not padding", seq)
+        rows = torch.bincount(seq)[seq]
+        short = (position < 0).nonzero()
+        if len(short):
+            i = int(short[0])
+            needed = f"at least its rows that are not padding ({int(rows[i])})"
+            raise found_needed(f"seq_lens[{int(seq[i])}]", int(length[i]), needed)
 
     def _check_slots(self, live: Tensor, seq: Tensor, position: Tensor) -> None:
         slot, block = self.slots[live], self.block_table[seq, position // self.block_size].long()

@@ -73,8 +73,8 @@ def describe(
     host_seq = host_lengths("seq_lens", seq_lens, device)
     seqs = len(query_lens)
     if len(seq_lens) != seqs:
-        raise found_needed("seq_lens", f"{len(seq_lens)} lengths", f"{seqs}, as many as query_lens")
-    rows = len(check_tensor("slots", slots, (None,), dtypes=INDEX, device=device))
+        raise found_needed("seq_lens", f"{len(seq_lens)} numbers", f"{seqs}, as many as query_lens")
+    rows = len(check_tensor("slots", slots, ("N",), dtypes=INDEX, device=device))
     if host_query is not None:
         row_seq, query_start = _host_rows(host_query, rows, device)
         longest = max(host_query, default=0)

@@ -19,6 +19,7 @@ from dash_portable.dispatch import (
     survey,
     table,
 )
+from dash_portable.errors import found_needed
 from dash_portable.platform import detect
 from dash_portable.platform.detect import installed
 from dash_portable.platform.facts import Platform, pretended
@@ -126,6 +127,10 @@ def explain(
         platform = settings.platform or platform_for(None, backends)
     if isinstance(platform, str):
         platform = pretended_here(platform)
+    if not isinstance(platform, Platform):
+        raise found_needed("platform", repr(platform), "a Platform or a name, such as 'H200'")
+    if request is not None and not isinstance(request, Request):
+        raise found_needed("request", repr(request), "a Request, or None for typical ones")
     asked = _as_set(typical_requests() if request is None else (request,), settings)
     return Explanation(
         choices=tuple(

@@ -95,5 +95,7 @@ class LayerForm:
 def layer_numbers(config: DashConfig, layer: int) -> tuple[float, float]:
     """Scale and floor of one layer."""
     if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < config.num_layers:
-        raise found_needed("layer", repr(layer), f"0 to {config.num_layers - 1}")
+        last = config.num_layers - 1
+        needed = f"0 to {last}, the layers that the configuration has numbers for"
+        raise found_needed("layer", repr(layer), needed)
     return config.scale[layer], config.floor[layer]

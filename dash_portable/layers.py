@@ -100,6 +100,9 @@ class DashAttention(nn.Module):
         No gradient flows through the attention.
         """
         if not torch.compiler.is_compiling():
+            if not isinstance(step, DashStep):
+                found = type(step).__name__
+                raise found_needed("step", found, "a DashStep, made by DashStep.plan")
             weight = self.q_proj.weight
             shape = (None, self.hidden_size)
             check_tensor("hidden", hidden, shape, dtypes=(weight.dtype,), device=weight.device)

@@ -391,13 +391,28 @@ def test_wrong_roles(roles: torch.Tensor, begin: str) -> None:
         ({"block_size": 16.0}, "block_size: found 16.0"),
         ({"dtype": torch.float64}, "dtype: found torch.float64"),
         ({"dtype": torch.float8_e4m3fn}, "dtype: found torch.float8"),
-        ({"dtype": "half"}, "dtype: found half"),
+        ({"dtype": "half"}, "dtype: found 'half', needed torch.float16"),
+        ({"device": "gpu"}, "device: found gpu:0, needed one that torch has: cpu"),
+        ({"device": 3}, "device: found 3, needed a torch device, such as 'cpu'"),
     ],
 )
 def test_wrong_sizes_of_a_new_cache(changes: dict[str, Any], begin: str) -> None:
     given = {"config": CONFIG, "num_blocks": 2, "num_kv_heads": 2, "block_size": 16, **changes}
     with pytest.raises(dash_portable.ArgumentError, match=re.escape(begin)):
         empty_cache(**given)
+
+
+def test_a_cache_without_memory() -> None:
+    cache = empty_cache(CONFIG, 2, 2, 16).to("meta")
+    none = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(dash_portable.ArgumentError, match="cache: found device meta, needed"):
+        DashStep.plan([0], [0], torch.zeros(1, 2).long(), none, none, config=CONFIG, cache=cache)
+
+
+def test_a_module_without_a_step() -> None:
+    module, cache = DashAttention(CONFIG, 0, 32, 2), empty_cache(CONFIG, 2, 2, 16)
+    with pytest.raises(dash_portable.ArgumentError, match="step: found NoneType, needed a DashSt"):
+        module(torch.zeros(1, 32), None, cache)
 
 
 @pytest.mark.parametrize(

@@ -916,6 +916,10 @@ def test_explain_never_raises_because_nobody_can() -> None:
     assert found.choices[0].backend is None
     assert "backend 'flashinfer' cannot serve this request" in str(found)
     assert "pass backend='AUTO' to let triton run" in str(found)
+    with pytest.raises(ArgumentError, match="platform: found 3, needed a Platform or a name"):
+        explanation.explain(platform=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="request: found 'decode', needed a Request"):
+        explanation.explain("decode")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="platform: found 'gfx94x'"):
         explanation.explain(platform="gfx94x")
 

@@ -36,7 +36,7 @@ def test_all_is_sorted_and_every_name_has_a_home() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'paged_dash_decod'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'paged_dash_decod' \(nearest"):
         _ = dash_portable.paged_dash_decod
 
 
