@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dash_portable.checks import FLOAT, check_device, check_integer, is_tensor
-from dash_portable.config import DashConfig
+from dash_portable.config import DashConfig, check_block_size
 from dash_portable.errors import ArgumentError, UnsupportedError, found_needed
 
 # Offsets behind the index key, in elements. What lies from COUNT on stands on chosen rows only.
@@ -97,17 +97,6 @@ def check_strides(shape: Sequence[int], strides: Sequence[int]) -> None:
                 "in one place, needed a place for each"
             )
         end += stride * (size - 1)
-
-
-def check_block_size(block_size: int, block: int) -> None:
-    """A sparse block spans whole cache blocks or lies inside one; ArgumentError otherwise."""
-    check_integer("block_size", block_size)
-    if block_size < 1 or (block_size % block and block % block_size):
-        near = max(block, round(block_size / block) * block)
-        raise ArgumentError(
-            f"block_size: found {block_size}, needed a multiple or a divisor of the sparse block "
-            f"({block}), for example {near}"
-        )
 
 
 def empty_cache(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dash_portable.errors import ConfigError
+from dash_portable.errors import ConfigError, found_needed
 
 # The one way of rotating, training and initialising that the rule is defined for.
 _FIXED = {
@@ -127,6 +127,15 @@ def _check_keys(config: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"sparse_attention_config[{key!r}]: found an unknown key, needed {near[0]!r}"
             )
+
+
+def check_block_size(block_size: int, block: int) -> None:
+    """A sparse block spans whole cache blocks or lies inside one; ArgumentError otherwise."""
+    whole = isinstance(block_size, int) and not isinstance(block_size, bool)
+    if not whole or block_size < 1 or (block_size % block and block % block_size):
+        near = max(block, round(block_size / block) * block) if whole else block
+        needed = f"a multiple or a divisor of the sparse block ({block}), for example {near}"
+        raise found_needed("block_size", repr(block_size), needed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

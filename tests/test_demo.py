@@ -138,6 +138,8 @@ def test_the_command_takes_a_file(tmp_path: Path) -> None:
         (["--backend", "spda"], "nearest: sdpa"),
         (["--heads", "3", "--kv-heads", "2"], "multiple"),
         (["--block-size", "48"], "block_size"),
+        (["--block-size", "0"], "block_size: found 0"),
+        (["--out", "/dev/null/x"], "out: found /dev/null/x, needed a folder"),
         (["none.json"], "no readable JSON"),
     ],
 )

@@ -36,7 +36,9 @@ def bench(
     kv_heads: Annotated[int | None, typer.Option(help="KV heads; as many as heads.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     block_size: Annotated[int, typer.Option(help="Tokens of a cache block.")] = 64,
-    budget: Annotated[float, typer.Option(help="Seconds spent on each figure, about.")] = 1.0,
+    budget: Annotated[
+        float, typer.Option(min=0, help="Seconds spent on each figure, about.")
+    ] = 1.0,
     listing: Annotated[bool, typer.Option("--list", help="Only name the workloads.")] = False,
     record: Annotated[
         bool, typer.Option("--record", help="Keep the order found here for the dispatcher.")
@@ -52,7 +54,7 @@ def bench(
     """
     import torch
 
-    from dash_portable.cli.terminal import console
+    from dash_portable.cli.terminal import console, folder
     from dash_portable.dispatch import platform_for, table
     from dash_portable.document import model_config
     from dash_portable.trial import bench as trial
@@ -69,6 +71,7 @@ def bench(
         for one in trial.WORKLOADS:
             screen.print(f"{one.size:7s} {one.name}", markup=False)
         return
+    folder(out)
     names = backend or trial.usable(
         device,
         dtype=kind,
@@ -90,7 +93,6 @@ def bench(
     }
     results = _measured(chosen, names, shape, limits, budget)
     _show(screen, results)
-    out.mkdir(parents=True, exist_ok=True)
     _write(out, platform, results, limits, {**shape, "device": str(device), "dtype": kind})
     screen.print(f"\nwritten  {out / 'bench.json'}", markup=False)
     if record:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dash_portable.cli.explain import dtype_named
+from dash_portable.config import check_block_size
 from dash_portable.errors import found_needed
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def demo(
     """
     import torch
 
-    from dash_portable.cli.terminal import console, progress
+    from dash_portable.cli.terminal import console, folder, progress
     from dash_portable.platform.detect import current_platform
     from dash_portable.trial.feed import Feed
     from dash_portable.trial.reading import read
@@ -87,8 +88,10 @@ def demo(
         _positive(name, value)
     _positive("chunk", 1 if chunk is None else chunk)
     _positive("new-tokens", 0 if new_tokens is None else new_tokens, least=0)
+    folder(out)
     begin = time.perf_counter()
     document, config = chosen_document(sources or [], pages, new_tokens, layers)
+    check_block_size(block_size, config.block)
     screen, platform = console(), current_platform()
     screen.print(
         f"[bold]{document.name}[/]: {len(document.prompt)} prompt and {len(document.answer)} "
@@ -116,7 +119,6 @@ def demo(
             progress=lambda phase, done: bar.update(task, advance=done, description=phase),
         )
     figures = figures_of(feed, reading)
-    out.mkdir(parents=True, exist_ok=True)
     figures["picture"] = _draw(out / "selection.png", feed, reading, figures)
     figures["seconds"] = time.perf_counter() - begin
     _show(screen, feed, reading, figures)

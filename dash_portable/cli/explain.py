@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from dash_portable.errors import unknown_word
+from dash_portable.config import BLOCKS, check_block_size
+from dash_portable.errors import found_needed, unknown_word
 from dash_portable.request import DTYPES, FEATURES, PHASES, Request
 
 _DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -35,6 +36,10 @@ def requests(
     for name in features:
         if name not in FEATURES:
             raise unknown_word("needs", name, FEATURES)
+    if block not in BLOCKS:
+        near = min(BLOCKS, key=lambda one: abs(one - block))
+        raise found_needed("block", block, f"one of {' '.join(map(str, BLOCKS))} (nearest: {near})")
+    check_block_size(block_size, block)
     found = dtype_named(dtype)
     first = Request(
         phase=PHASES[0] if phase == "both" else phase,

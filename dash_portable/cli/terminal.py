@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from dash_portable.choice import Choice
+from dash_portable.errors import found_needed
 
 _WIDTH = 110  # where there is no terminal to ask
 
@@ -42,6 +44,16 @@ def progress() -> Progress:
         transient=True,
         disable=not sys.stderr.isatty(),
     )
+
+
+def folder(path: Path) -> Path:
+    """The folder, made if it was not there; ArgumentError where nothing can be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        needed = f"a folder that can be written to ({error.strerror})"
+        raise found_needed("out", str(path), needed) from error
+    return path
 
 
 def write_json(data: Any) -> None:
