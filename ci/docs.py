@@ -275,7 +275,7 @@ def grid() -> list[Request]:
 
 
 def dispatch() -> Pages:
-    from dash_portable.dispatch import choose
+    from dash_portable.choose import choose
     from tests.machines import MACHINES  # here alone: the other pages need no tests
 
     folder = ROOT / "tests" / "snapshots"

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("typer")
 from dash_portable import dispatch
 from dash_portable.__main__ import main
+from dash_portable.choose import choose
 from dash_portable.cli import doctor as doctor_module
 from dash_portable.cli.explain import requests
-from dash_portable.dispatch import choose
 from dash_portable.errors import ArgumentError
 from dash_portable.platform.facts import ARCHS, Vendor
 

@@ -29,7 +29,8 @@ from dash_portable.backends.spec import (
     release,
 )
 from dash_portable.choice import Choice
-from dash_portable.dispatch import choose, policy_of
+from dash_portable.choose import choose
+from dash_portable.dispatch import policy_of
 from dash_portable.errors import ArgumentError, BackendError, DashError, UnsupportedError
 from dash_portable.platform.facts import ARCHS, DISTRIBUTIONS, Platform, Vendor, pretended
 from dash_portable.request import FEATURES, PHASES, Request
@@ -688,10 +689,9 @@ def test_a_layer_that_stores_wrong_gives_way_with_a_warning(library: FakeLibrary
     tested = self_test(library, {"first": "stored: found an error of 3"})
     shared = (library.row("first", self_test=True), library.row("plain", fallback=True))
     library.monkeypatch.setattr(dispatch, "SHARED", shared)
-    real = dispatch.choose
 
     def choose_among(*values: Any, **named: Any) -> Choice:
-        return real(*values, **{**named, "shared": shared})
+        return choose(*values, **{**named, "shared": shared})
 
     library.monkeypatch.setattr(dispatch, "choose", choose_among)
     rows = (library.row("attends"),)

@@ -476,7 +476,7 @@ before = dict(os.environ), list(logging.root.handlers), list(sys.path)
 import dash_portable
 import dash_portable.dispatch, dash_portable.explanation
 from dash_portable.platform.facts import pretended
-from dash_portable.dispatch import choose
+from dash_portable.choose import choose
 from dash_portable.explanation import explain, typical_requests
 assert choose(typical_requests()[0], pretended("gfx942")).backend is None
 assert explain(platform="bmg").choices[0].backend.name == "triton"
