@@ -46,7 +46,8 @@ class RowSelection:
     """Steps in which every row is alone in its sequence."""
 
     def __init__(self, layer: TritonLayer) -> None:
-        self._layer = layer
+        # The layer holds this: a cycle would keep the step's memory until it is collected.
+        self._layer: TritonLayer = weakref.proxy(layer)
         step = self._step = layer.step
         config, rows = step.config, step.num_rows
         row = self._row = launch.select_row(layer._arch, rows, step.max_blocks)
@@ -76,6 +77,7 @@ class RowSelection:
             row.ahead,
             row.maxima,
             row.narrow,
+            row.ranked,
         )
         self._inverse_sigma = 1.0 / config.sigma
         self._dummy = layer._turns
@@ -232,6 +234,7 @@ class RowSelection:
                 self._row.tile,
                 self._chunk,
                 self._row.maxima,
+                self._row.ranked,
             ),
             warps=launch.MERGE_WARPS,
         )
@@ -246,7 +249,8 @@ class TileRows:
     """Steps in which a sequence may have several rows: prompts, chunks, decoded rows, mixed."""
 
     def __init__(self, layer: TritonLayer) -> None:
-        self._layer = layer
+        # The layer holds this: a cycle would keep the step's memory until it is collected.
+        self._layer: TritonLayer = weakref.proxy(layer)
         step = self._step = layer.step
         rows, seqs, device = step.num_rows, step.num_seqs, step.device
 
@@ -316,10 +320,10 @@ class TileRows:
             # which one is first.
             self._located = not step.graph
         given = head_cls is not None
-        run = self._store.get(given)
-        if run is None:
-            run = self._store[given] = self._stored(given)
-        run(
+        stored = self._store.get(given)
+        if stored is None:
+            stored = self._store[given] = self._stored(given)
+        stored(
             q, k, v, iq, ik, cache, head_cls if given else layer._turns,
             q.stride(0), k.stride(0), v.stride(0), iq.stride(0), ik.stride(0), *cache.stride()[:3],
         )  # fmt: skip
