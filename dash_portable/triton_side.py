@@ -42,6 +42,9 @@ class Side:
         self.ranges = torch.empty((seqs, kept[0], 2), dtype=torch.int32, device=device)
         self.pages = torch.empty((seqs, kept[1], 2), dtype=torch.int32, device=device)
         self._end = torch.empty(seqs, dtype=torch.int32, device=device)
+        # A sequence without a live row has 0 here: its seq_lens and its table may be anything. What
+        # is rebuilt is whole sequences, which need no rows.
+        self._lengths = step.seq_lens if write else torch.empty_like(step.seq_lens)
         self._found = False  # pages and their end, which are the same in every layer
         heads, width, P, block = step.kv_heads, step.head_dim, step.block_size, step.config.block
         half = power_of_two(width // 2)
@@ -76,7 +79,7 @@ class Side:
                 seqs * -(-self.max_blocks // launch.COPY_TILE),
                 (heads, width, half, P, block, launch.COPY_TILE),
                 fixed={
-                    "seq_lens_ptr": step.seq_lens,
+                    "seq_lens_ptr": self._lengths,
                     "table_ptr": step.block_table,
                     "side_ptr": self.summaries,
                     "range_ptr": self.ranges,
@@ -85,12 +88,25 @@ class Side:
                 },
                 warps=launch.SUMMARY_WARPS,
             )
+        self._measure()
+
+    def _measure(self) -> None:
+        """Lengths by the rows: the last live row of a sequence is its last token."""
+        step = self._step
+        if self._write:
+            return
+        if step.single_row:
+            torch.add(step.row_pos, 1, out=self._lengths)
+        else:
+            self._lengths.zero_()
+            self._lengths.scatter_reduce_(0, step.row_seq.long(), step.row_pos + 1, "amax")
 
     def refresh(self) -> None:
         """Take over what was changed in place in the step's tensors."""
         table = self._step.page_table
         if self._given is not None and table is not None and self._given is not table:
             self._given.copy_(table)
+        self._measure()
         self._found = False
 
     def fill(self, cache: Tensor, head_cls: Tensor) -> None:
@@ -100,7 +116,7 @@ class Side:
         given = step.row_pos if self._given is None else self._given
         if not self._found:
             self._find_pages(
-                step.seq_lens, cache, step.block_table, given, self.pages, self._end, *strides,
+                self._lengths, cache, step.block_table, given, self.pages, self._end, *strides,
                 0 if self._given is None else given.stride(0), self.pages.stride(0),
             )  # fmt: skip
             # A captured step runs all its launches in every layer.
@@ -110,7 +126,7 @@ class Side:
             return
         prefix = step.seq_lens if step.prefix_lens is None else step.prefix_lens
         self._summarize(
-            step.seq_lens, prefix, self._end, cache, step.block_table, head_cls, self.summaries,
+            self._lengths, prefix, self._end, cache, step.block_table, head_cls, self.summaries,
             self.ranges,
             self.max_blocks, *strides,
         )  # fmt: skip

@@ -95,7 +95,8 @@ def rows_class_kernel(
         ):  # such a page lies wholly in that block: do its roles hold an image?
             aux = tl.full((), HEADS, tl.int64) * stride_ch + D + ROLE
             for j in range(BLOCK):
-                t_ok = asked & (j < count)
+                # Counts that do not fit the ranges must not lead behind that block.
+                t_ok = asked & (j < count) & (start % BLOCK + j < BLOCK)
                 row = token_at(
                     table_ptr + seq * stride_tr, start + j, t_ok, stride_cb, stride_ct, P
                 )
