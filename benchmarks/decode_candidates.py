@@ -25,52 +25,66 @@ from torch import Tensor
 from dash_portable.kernels import launch
 
 Split = tuple[int, int, int]  # tile, splits of a row, warps
-PLAIN = {"maxima": False, "narrow": 32}
+AHEAD = {"ahead": True}
+SPARSE = {"maxima": False}  # groups' best scores by the last program
+RANKED = {"ranked": True}
 # Rows, then candidates of selection alone at 128K.
-ALONE: list[tuple[tuple[int, ...], Split, dict[str, object]]] = [
-    ((1,), (64, 64, 8), {"ahead": True} | PLAIN),
-    ((1, 8), (64, 64, 8), PLAIN),
-    ((8, 64), (64, 8, 4), PLAIN),
-    ((8, 64), (128, 8, 8), PLAIN),
-    ((64, 256), (128, 4, 8), PLAIN),
-    ((64, 256), (128, 4, 8), {"narrow": 32}),
-    ((64, 256), (64, 4, 4), PLAIN),
-    ((256,), (64, 2, 4), PLAIN),
-    ((256,), (64, 2, 4), {"narrow": 32}),
-    ((256,), (128, 2, 8), PLAIN),
-    ((256,), (128, 1, 8), PLAIN),
+ALONE: list[tuple[int, Split, dict[str, object]]] = [
+    (1, (64, 64, 8), AHEAD | SPARSE),
+    (1, (64, 64, 8), AHEAD | SPARSE | RANKED),
+    (8, (32, 64, 4), RANKED),
+    (8, (64, 64, 8), AHEAD | RANKED),
+    (64, (64, 8, 4), SPARSE),
+    (64, (64, 8, 4), SPARSE | RANKED),
+    (256, (64, 2, 4), {}),
+    (256, (64, 2, 4), RANKED),
+    (256, (32, 4, 2), SPARSE | RANKED),
+    (256, (64, 1, 8), AHEAD | SPARSE | RANKED),
 ]
 # The same with the store, at 32K.
-JOINT: list[tuple[tuple[int, ...], Split, dict[str, object]]] = [
-    ((1, 8), (64, 16, 8), {"ahead": True} | PLAIN),
-    ((1, 8, 64), (64, 16, 4), PLAIN),
-    ((8, 64), (64, 8, 4), PLAIN),
-    ((64, 256), (64, 4, 4), PLAIN),
-    ((64, 256), (128, 4, 8), PLAIN),
-    ((256,), (64, 2, 4), PLAIN),
+JOINT: list[tuple[int, Split, dict[str, object]]] = [
+    (1, (64, 16, 8), AHEAD | SPARSE),
+    (1, (64, 16, 8), AHEAD | RANKED),
+    (1, (64, 16, 8), AHEAD | SPARSE | RANKED),
+    (8, (64, 16, 8), AHEAD),
+    (8, (64, 16, 8), AHEAD | RANKED),
+    (8, (64, 16, 4), AHEAD | RANKED),
+    (64, (64, 8, 4), SPARSE),
+    (64, (64, 8, 4), SPARSE | RANKED),
+    (64, (64, 4, 4), SPARSE | RANKED),
+    (256, (64, 2, 4), SPARSE),
+    (256, (64, 2, 4), SPARSE | RANKED),
+    (256, (32, 4, 2), SPARSE | RANKED),
 ]
-ATTEND = [launch.AttendRow(split=split, warps=warps, ticket=ticket) for split, warps, ticket in [
-    (16, 2, True), (8, 1, True), (2, 1, True), (4, 1, False), (16, 4, True), (8, 2, True),
-]] + [
-    launch.AttendRow(split=split, warps=warps, stages=stages, ticket=True, dot=True)
-    for split, warps, stages in [
-        (16, 4, 2), (16, 2, 2), (8, 4, 3), (8, 2, 2), (4, 4, 3), (4, 2, 3), (2, 4, 3), (2, 2, 3),
-        (2, 4, 2), (1, 4, 3), (1, 4, 4),
-    ]
-]  # fmt: skip
+
+
+def plain(split: int, warps: int, *, ticket: bool = True) -> launch.AttendRow:
+    return launch.AttendRow(split=split, warps=warps, ticket=ticket)
+
+
+def dot(split: int, warps: int, stages: int) -> launch.AttendRow:
+    return launch.AttendRow(split=split, warps=warps, stages=stages, ticket=True, dot=True)
+
+
+ATTEND = {
+    1: [plain(16, 2), dot(16, 2, 2)],
+    8: [plain(16, 2), plain(8, 1), dot(8, 4, 3), dot(8, 2, 2), dot(8, 2, 3), dot(8, 4, 4)],
+    64: [plain(2, 1), dot(1, 4, 3), dot(1, 2, 3), dot(1, 2, 4)],
+    256: [plain(4, 1, ticket=False), plain(4, 1), dot(1, 4, 3), dot(1, 2, 3)],
+}
 TABLES = (dict(launch.SELECT), dict(launch.ATTEND))
 TABLE: list[str] = []
 
 
 def row_of(split: Split, options: dict[str, object], rows: int) -> launch.SelectRow:
-    return tune.select_rows([(split, options)], rows)[0]
+    return tune.select_rows([(split, {"narrow": 32} | options)], rows)[0]
 
 
 def named(row: launch.SelectRow | launch.AttendRow, rows: int = 1) -> str:
     text = tune.short(row, rows)
     if isinstance(row, launch.AttendRow):
         return text + (f" dot stages {row.stages}" if row.dot else "")
-    return text + ("" if row.maxima else " no maxima") + f" narrow {row.narrow}"
+    return text + ("" if row.maxima else " sparse") + (" ranked" if row.ranked else "")
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
@@ -109,7 +123,7 @@ def select(case: tune.Case) -> None:
     wanted = tuple(x.clone() for x in base())
     found = {"SHIPPED": (*timed(base), "")}
     for rows, split, options in ALONE:
-        if case.rows in rows:
+        if case.rows == rows:
             row = row_of(split, options, case.rows)
             call = tune.selected(case, case.layer(row))
             call()
@@ -130,7 +144,7 @@ def attend(case: tune.Case) -> list[launch.AttendRow]:
         {"SHIPPED": (*timed(lambda: base.run(query, case.cache, ids, bias, wanted)), "")},
         {},
     )
-    for row in ATTEND:
+    for row in ATTEND[case.rows]:
         runner, out = case.runner(row), torch.full_like(query, torch.nan)
         call = lambda r=runner, o=out: r.run(query, case.cache, ids, bias, o)  # noqa: E731
         call()
@@ -149,7 +163,7 @@ def joint(case: tune.Case) -> list[launch.SelectRow]:
     wanted = tuple(x.clone() for x in base()[1:])
     found, kept = {"SHIPPED": (*timed(base), "")}, {}
     for rows, split, options in JOINT:
-        if case.rows in rows:
+        if case.rows == rows:
             row = row_of(split, options, case.rows)
             call = tune.prepared(case, case.layer(row))
             call()
@@ -172,16 +186,15 @@ def layers() -> None:
         for first, second in itertools.product([own, *firsts[:2]], seconds[:2]):
             for dependent in (True, False):
                 runner = case.runner(second, dependent=dependent)
-                call = tune.whole(case, case.layer(first._replace(dependent=dependent)), runner)
+                call = tune.whole(case, case.layer(first._replace(dependent=True)), runner)
                 name = f"{named(first, case.rows)} + {named(second)}"
                 found[name + (" PDL" if dependent else " plain")] = (*timed(call), "")
         report("layer", case, found)
 
 
 def selects() -> None:
-    for pages in (False, True):
-        for case in tune.cases(1 << 17, pages):
-            select(case)
+    for case in tune.cases(1 << 17, False):
+        select(case)
 
 
 PARTS = {"layer": layers, "select": selects}
@@ -198,12 +211,11 @@ def work() -> Iterator[tuple[object, ...]]:
     joint = [shipped_row(rows, 1024) for rows in (1, 8, 64, 256)]
     joint += [row_of(split, options, 4) for _, split, options in JOINT]
     for row in joint:
-        for dependent in (True, False):
-            yield "joint", row._replace(dependent=dependent), 1 << 15, 10, 1
+        yield "joint", row._replace(dependent=True), 1 << 15, 10, 1
     alone = [shipped_row(rows, 4096) for rows in (1, 8, 64, 256)]
     for row in alone + [row_of(split, options, 4) for _, split, options in ALONE]:
         yield "alone", row, 1 << 17, 2, 1
-    for row in (*ATTEND, *TABLES[1]["sm90"]):
+    for row in itertools.chain(*ATTEND.values()):
         for dependent in (True, False):
             yield "attend", row._replace(programs=None), dependent
 

@@ -39,20 +39,19 @@ def _merge_splits(n, head, h_ok, sum_ptr, mass_ptr, out_ptr, HQ: tl.constexpr, D
 
 @triton.jit
 def _segment(
-    g, stop, n, p, lo, ids_ptr, bias_ptr, TOPK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr
+    g, n, p, lo, ids_ptr, bias_ptr, TOPK: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr
 ):
-    """Tokens [BT] of segment g, which of them count (none from `stop` on), and the bias: the kept
-    blocks, then pieces of the local window.
+    """Tokens [BT] of segment g, which of them count, and the bias: the kept blocks, then pieces of
+    the local window.
     """
     t = tl.arange(0, BT)
     far = g < TOPK
-    kept = far & (g < stop)
-    blk = tl.load(ids_ptr + n * TOPK + g, mask=kept, other=-1)
-    bias = tl.load(bias_ptr + n * TOPK + g, mask=kept, other=0.0)
+    blk = tl.load(ids_ptr + n * TOPK + g, mask=far, other=-1)
+    bias = tl.load(bias_ptr + n * TOPK + g, mask=far, other=0.0)
     token = tl.where(far, blk * BS, lo + (g - TOPK) * BS) + t
     last = tl.where(far, lo - 1, p)
-    ok = (t < BS) & (g < stop) & (token >= 0) & (token <= last) & ((far == 0) | (blk >= 0))
-    return token, ok & (p >= 0), bias
+    ok = (t < BS) & (token >= 0) & (token <= last) & ((far == 0) | (blk >= 0)) & (p >= 0)
+    return token, ok, bias
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -106,7 +105,7 @@ def attend_decode_kernel(
         mass = tl.zeros((TILE_H,), tl.float32)
         total = tl.zeros((TILE_H, DP), tl.float32)
         for g in tl.range(begin, stop, num_stages=STAGES):
-            token, ok, bias = _segment(g, stop, n, p, lo, ids_ptr, bias_ptr, TOPK, BS, BT)
+            token, ok, bias = _segment(g, n, p, lo, ids_ptr, bias_ptr, TOPK, BS, BT)
             base = token_at(table_ptr, token, ok, stride_cb, stride_ct, P)
             both = ok[:, None] & d_ok[None, :]
             key = tl.load(cache_ptr + base[:, None] + d[None, :], mask=both, other=0.0)
@@ -137,27 +136,22 @@ def attend_decode_kernel(
             tl.store(mass_ptr + place * 2, top, mask=r_ok)
             tl.store(mass_ptr + place * 2 + 1, mass, mask=r_ok)
     else:
-        # Where the first keys lie is asked for before the query, which waits at a barrier.
-        token, ok, bias = _segment(begin, stop, n, p, lo, ids_ptr, bias_ptr, TOPK, BS, BT)
-        base = token_at(table_ptr, token, ok, stride_cb, stride_ct, P)
         at = (n * HQ + h) * D + d
         query = tl.load(query_ptr + at, mask=d_ok, other=0.0).to(tl.float32) * (D**-0.5 * LOG2E)
         top = tl.full((1,), float("-inf"), tl.float32)
         mass = tl.zeros((1,), tl.float32)
         total = tl.zeros((DP,), tl.float32)
-        for o in tl.range(0, PER, num_stages=1):
+        for g in range(begin, stop):
+            token, ok, bias = _segment(g, n, p, lo, ids_ptr, bias_ptr, TOPK, BS, BT)
+            base = token_at(table_ptr, token, ok, stride_cb, stride_ct, P)
             both = ok[:, None] & d_ok[None, :]
-            key_at = cache_ptr + base[:, None] + d[None, :]
-            key = tl.load(key_at, mask=both, other=0.0)
-            value = tl.load(key_at + D, mask=both, other=0.0)
-            live, prior = ok, bias * LOG2E
-            if PER > 1:
-                token, ok, bias = _segment(
-                    begin + o + 1, stop, n, p, lo, ids_ptr, bias_ptr, TOPK, BS, BT
-                )
-                base = token_at(table_ptr, token, ok, stride_cb, stride_ct, P)
-            key, value = key.to(tl.float32), value.to(tl.float32)
-            score = tl.where(live, tl.sum(key * query[None, :], 1) + prior, float("-inf"))
+            key = tl.load(cache_ptr + base[:, None] + d[None, :], mask=both, other=0.0).to(
+                tl.float32
+            )
+            value = tl.load(cache_ptr + D + base[:, None] + d[None, :], mask=both, other=0.0).to(
+                tl.float32
+            )
+            score = tl.where(ok, tl.sum(key * query[None, :], 1) + bias * LOG2E, float("-inf"))
             new = tl.maximum(top, tl.max(score, 0))
             safe = tl.where(new == float("-inf"), 0.0, new)
             fade, weight = tl.exp2(top - safe), tl.exp2(score - safe)

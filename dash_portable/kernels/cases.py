@@ -139,6 +139,7 @@ def _select_rows(*, fused: bool) -> dict[str, tuple[Row, ...]]:
                 "AHEAD": row.ahead,
                 "MAXIMA": row.maxima,
                 "NARROW": row.narrow,
+                "RANKED": row.ranked,
             }
             if fused:
                 heads = min(row.heads, launch.power_of_two(H))
@@ -155,7 +156,12 @@ def _merge_rows() -> dict[str, tuple[Row, ...]]:
         table[arch] = tuple(
             Row(
                 warps=launch.MERGE_WARPS,
-                consts={"TILE": row.tile, "CHUNK": launch.CHUNK, "MAXIMA": row.maxima},
+                consts={
+                    "TILE": row.tile,
+                    "CHUNK": launch.CHUNK,
+                    "MAXIMA": row.maxima,
+                    "RANKED": row.ranked,
+                },
                 label=str(i),
             )
             for i, row in enumerate(rows)

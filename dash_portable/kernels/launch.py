@@ -34,6 +34,7 @@ class SelectRow(NamedTuple):
               before this one's scores
     maxima    the best of every 16 blocks is found while scanning; else by the row's last program
     narrow    blocks of a page's run that one program takes at once: 16 or more, a power of two
+    ranked    the row's last program finds the best by comparing all with all, not by sorting
     heads     kv heads that one program of the joint launch stores: a power of two
     """
 
@@ -45,6 +46,7 @@ class SelectRow(NamedTuple):
     ahead: bool = False
     maxima: bool = True
     narrow: int = 64
+    ranked: bool = False
     heads: int = 16
     ticket: bool = False
     dependent: bool = False

@@ -119,11 +119,30 @@ def _group_maxima(groups, score_ptr, group_ptr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _ranks(score, at):
+    """Place of each of [M] scores in their order, best first, of equal ones the lower `at` first:
+    int32 [M], all different.
+    """
+    other, own = score[None, :], score[:, None]
+    before = (other > own) | ((other == own) & (at[None, :] < at[:, None]))
+    return tl.sum(before.to(tl.int32), 1)
+
+
+@triton.jit
+def _first_16(rank, value):
+    """Values [M] of ranks 0 to 15, in this order."""
+    w = tl.arange(0, 16)[None, :]
+    return tl.sum(tl.where(rank[:, None] == w, value[:, None], tl.zeros_like(value)[:, None]), 0)
+
+
+@triton.jit
 def _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor, inv_sigma,
            max_scores, TILE: tl.constexpr, CHUNK: tl.constexpr, MAXIMA: tl.constexpr,
-           TOPK: tl.constexpr, WINDOW: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+           RANKED: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr,
+           BS: tl.constexpr):  # fmt: skip
     """The 16 best groups, then the 16 best blocks in them. Of two groups with the same best score
-    the lower one has the lower block of that score.
+    the lower one has the lower block of that score. RANKED: of 64 the best are found by comparing
+    all with all, which is shorter than sorting them: groups, then quarters of groups, then blocks.
     """
     groups = tiles * (TILE // GROUP)
     score_ptr += n * max_scores
@@ -132,18 +151,32 @@ def _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor, i
         _group_maxima(groups, score_ptr, group_ptr, CHUNK)
     i = tl.arange(0, CHUNK)
     top = tl.load(group_ptr + i, mask=i < groups, other=float("-inf"), cache_modifier=".cg")
-    best = best_of(_pack(top, i), CHUNK, 16)
-    for o in range(CHUNK, groups, CHUNK):
-        ok = o + i < groups
-        top = tl.load(group_ptr + o + i, mask=ok, other=float("-inf"), cache_modifier=".cg")
-        more = best_of(_pack(top, o + i), CHUNK, 16)
-        best = best_of(tl.reshape(tl.join(best, more), (32,)), 32, 16)
-    at = unpack_index(best)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [16, GROUP]
-    ok = (best > EMPTY)[:, None] & (at >= 0)
+    if RANKED and CHUNK <= 64:
+        group = _first_16(_ranks(top, i), i)
+        found = group < groups
+    else:
+        best = best_of(_pack(top, i), CHUNK, 16)
+        for o in range(CHUNK, groups, CHUNK):
+            ok = o + i < groups
+            top = tl.load(group_ptr + o + i, mask=ok, other=float("-inf"), cache_modifier=".cg")
+            more = best_of(_pack(top, o + i), CHUNK, 16)
+            best = best_of(tl.reshape(tl.join(best, more), (32,)), 32, 16)
+        found = best > EMPTY
+        group = tl.where(found, unpack_index(best), groups + tl.arange(0, 16))  # all differ
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [16, GROUP]
+    ok = found[:, None] & (at >= 0)
     score = tl.load(score_ptr + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
-    keys = _pack(score, first + at)
-    best = best_of(tl.reshape(keys, (16 * GROUP,)), 16 * GROUP, 16)
-    _finish(best, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)
+    if RANKED:
+        start = tl.min(tl.reshape(at, (64, 4)), 1)
+        start = _first_16(_ranks(tl.max(tl.reshape(score, (64, 4)), 1), start), start)
+        few_at = tl.reshape(start[:, None] + tl.arange(0, 4)[None, :], (64,))
+        few_ok = (few_at >= 0) & (few_at < groups * GROUP)
+        few = tl.load(score_ptr + few_at, mask=few_ok, other=float("-inf"), cache_modifier=".cg")
+        rank = _ranks(few, few_at)
+        keys = _pack(_first_16(rank, few), first + _first_16(rank, few_at))
+    else:
+        keys = best_of(tl.reshape(_pack(score, first + at), (16 * GROUP,)), 16 * GROUP, 16)
+    _finish(keys, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)
 
 
 @triton.jit
@@ -160,7 +193,7 @@ def select_row(
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, MAXIMA: tl.constexpr,
-    NARROW: tl.constexpr,
+    NARROW: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """Split s of row n. ROTATE: iq is not rotated yet and the row may not be stored yet: its
     coordinates come from before.
@@ -322,7 +355,8 @@ def select_row(
                     tl.store(ticket_ptr + n, 0)
                     _merge(
                         p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor,
-                        inv_sigma, max_scores, TILE, CHUNK, MAXIMA, TOPK, WINDOW, BS)  # fmt: skip
+                        inv_sigma, max_scores, TILE, CHUNK, MAXIMA, RANKED, TOPK, WINDOW,
+                        BS)  # fmt: skip
             else:
                 if s == 0:
                     tl.store(ticket_ptr + n * 2, tiles)
@@ -342,7 +376,7 @@ def select_decode_kernel(
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, MAXIMA: tl.constexpr,
-    NARROW: tl.constexpr,
+    NARROW: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """Grid SPLIT * N. Rows are stored and iq is rotated.
 
@@ -361,14 +395,14 @@ def select_decode_kernel(
         stride_ct,
         stride_table, stride_pages, H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, False,
         SIDE, LOCAL, TOPK,
-        WINDOW, TILE, SPLIT, CHUNK, TICKET, AHEAD, MAXIMA, NARROW)  # fmt: skip
+        WINDOW, TILE, SPLIT, CHUNK, TICKET, AHEAD, MAXIMA, NARROW, RANKED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def select_merge_kernel(
     row_pos_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, max_scores, floor, inv_sigma,
     BS: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    CHUNK: tl.constexpr, MAXIMA: tl.constexpr,
+    CHUNK: tl.constexpr, MAXIMA: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """Grid N: the end of select_decode_kernel for rows of several tiles, where a ticket is not
     allowed.
@@ -378,8 +412,8 @@ def select_merge_kernel(
     if tiles > 0:
         _merge(tl.load(row_pos_ptr + n), n, tl.load(ticket_ptr + n * 2 + 1), tiles, score_ptr,
                group_ptr, ids_ptr,
-               bias_ptr, floor, inv_sigma, max_scores, TILE, CHUNK, MAXIMA, TOPK, WINDOW,
-               BS)  # fmt: skip
+               bias_ptr, floor, inv_sigma, max_scores, TILE, CHUNK, MAXIMA, RANKED, TOPK,
+               WINDOW, BS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -396,7 +430,7 @@ def store_select_kernel(
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, MAXIMA: tl.constexpr,
-    NARROW: tl.constexpr, HEADS: tl.constexpr,
+    NARROW: tl.constexpr, RANKED: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLIT + PARTS + 1) * N: both stages at once, from trusted summaries. The longer ones,
@@ -418,7 +452,7 @@ def store_select_kernel(
             stride_pages,
             H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, True, False, LOCAL, TOPK, WINDOW,
             TILE, SPLIT, CHUNK,
-            TICKET, AHEAD, MAXIMA, NARROW)  # fmt: skip
+            TICKET, AHEAD, MAXIMA, NARROW, RANKED)  # fmt: skip
     else:
         x -= SPLIT * num_rows
         store_row(
