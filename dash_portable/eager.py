@@ -109,7 +109,7 @@ class EagerLayer:
         step, config = self.step, self.step.config
         view = CacheView(cache, step)
         ids = torch.full((step.num_rows, config.topk), -1, dtype=torch.int32, device=step.device)
-        bias = torch.zeros((step.num_rows, config.topk), device=step.device)
+        bias = torch.zeros(ids.shape, dtype=torch.float32, device=step.device)
         for remote in self._remote.values():
             index = remote.index(view, head_cls)
             most = max(1, _SCORES // remote.blocks)

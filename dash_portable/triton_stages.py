@@ -408,10 +408,10 @@ def _tiles(step: Step) -> Tensor:
     """
     block = step.config.block
     if step.query_lens is None:
-        lengths = torch.full((step.num_seqs,), min(step.max_query_len, step.num_rows))
+        lengths = torch.full((step.num_seqs,), min(step.max_query_len, step.num_rows), device="cpu")
     else:
-        lengths = torch.tensor(step.query_lens, dtype=torch.int64)
+        lengths = torch.tensor(step.query_lens, dtype=torch.int64, device="cpu")
     many = torch.where(lengths > 0, (lengths + block - 2) // block + 1, 0)
-    seq = torch.repeat_interleave(torch.arange(step.num_seqs), many)
-    number = torch.arange(len(seq)) - (many.cumsum(0) - many)[seq]
+    seq = torch.repeat_interleave(torch.arange(step.num_seqs, device="cpu"), many)
+    number = torch.arange(len(seq), device="cpu") - (many.cumsum(0) - many)[seq]
     return torch.stack([seq, number], 1).int().to(step.device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dash_portable
-from dash_portable import DashAttention, DashError, DashStep
+from dash_portable import DashAttention, DashError, DashStep, dispatch, self_test
+from tests.machines import MACHINES
 from tests.scene import (
     CALLS,
     CONFIG,
@@ -258,6 +261,45 @@ def test_query_heads_of_a_group_read_the_same_head(backend: str, dtype: torch.dt
     # Only the order of float32 sums may differ.
     bound = 2 * torch.finfo(dtype).eps * float(out.abs().max())
     assert float((each.double() - out.double()).abs().max()) <= bound
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "float64": lambda: default_dtype(torch.float64),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "meta": lambda: torch.device("meta"),
+}
+
+
+@both
+@every_call
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_torchs_defaults_do_not_matter(scene: Scene, call: str, backend: str, default: str) -> None:
+    """A server may have set torch's default type or device for its own model."""
+    changes = {"backend": backend} if call in (*ATTENDING, "segments") else {}
+    expected = called(scene, call, **changes)
+    own = another(scene)
+    given = {**getattr(own, call)(), **changes}
+    with DEFAULTS[default]():
+        out = CALLS[call](**given)
+    assert alike((out, own.cache), expected)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_the_self_test_minds_no_default(default: str) -> None:
+    rows = [row for row in (*dispatch.BACKENDS, *dispatch.SHARED) if row.fallback]
+    assert len(rows) == 3
+    with DEFAULTS[default]():
+        assert [self_test.run(row, MACHINES["cpu"]) for row in rows] == [""] * 3
 
 
 # --- summaries -------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ class GatheredRows:
         token = self.low + torch.arange(config.local, device=device)
         used = token <= self.position
         self._window = self._places(torch.where(used, token, self.position))
-        self._window_mask = torch.zeros(used.shape, device=device).masked_fill_(~used, -torch.inf)
+        none = torch.zeros(used.shape, dtype=torch.float32, device=device)
+        self._window_mask = none.masked_fill_(~used, -torch.inf)
 
     def _places(self, token: Tensor) -> tuple[Tensor, Tensor]:
         return places(self.step.block_table, self._seqs, token, self.step.block_size)

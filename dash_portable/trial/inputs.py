@@ -74,12 +74,12 @@ def layer_inputs(
     tokens, dim = len(document), config.index_dim
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random)
+        return torch.randn(shape, generator=random, dtype=torch.float32)
 
     shown = _shown(document, dim, random) if alike else normal(tokens, dim)
     # Pairs that turn slowly keep what they say over a page; fast ones carry mostly noise.
     pair = torch.arange(dim) % (dim // 2)
-    weight = torch.where(pair > dim // 4, 1.0, 0.15)
+    weight = torch.tensor([0.15, 1.0], dtype=torch.float32)[(pair > dim // 4).long()]
     asked = shown * weight + _NOISE * normal(tokens, dim)
     offered = (shown if alike else normal(tokens, dim)) * weight + _NOISE * normal(tokens, dim)
 
@@ -104,10 +104,12 @@ def _shown(document: Document, dim: int, random: torch.Generator) -> Tensor:
     """What each token shows or looks for, `[T, dim]`: smooth along its page."""
     pages, height = heights(document)
     number = max(pages) + 1
-    own = torch.randn(number, _PLACES + 1, dim, generator=random)
-    common = torch.randn(1, _PLACES + 1, dim, generator=random)
+    own, common = (
+        torch.randn(some, _PLACES + 1, dim, generator=random, dtype=torch.float32)
+        for some in (number, 1)
+    )
     places = (1 - _SHARED) ** 0.5 * own + _SHARED**0.5 * common
-    at = torch.tensor(height) * _PLACES
+    at = torch.tensor(height, dtype=torch.float32) * _PLACES
     page, below = torch.tensor(pages), at.long()
     part = (at - below).unsqueeze(1)
     return torch.lerp(places[page, below], places[page, below + 1], part)
