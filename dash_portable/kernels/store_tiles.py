@@ -211,15 +211,17 @@ def store_tile_kernel(
         token = block + i
         ok = (token >= first) & (token < length) & (i < BS)
         row = tl.load(order_ptr + begin + token - first, mask=ok, other=0).to(tl.int64)
-        tok = tl.load(coords_ptr + row, mask=ok, other=0)
-        page = tl.load(coords_ptr + num_rows + row, mask=ok, other=0)
-        num_pages = tl.load(coords_ptr + 2 * num_rows + row, mask=ok, other=0)
-        query_page = tl.load(coords_ptr + 3 * num_rows + row, mask=ok, other=0)
         extra = i * 0
         given = ok & (i < 0)
         if POSITIONS > 0:
             extra = tl.load(positions_ptr + 3 * num_rows + row, mask=ok, other=0)
             given = ok & ((extra < 0) | (POSITIONS == 2))
+        found = ok & (given == 0)  # nobody wrote the others' coordinates
+        tok = tl.load(coords_ptr + row, mask=found, other=0)
+        page = tl.load(coords_ptr + num_rows + row, mask=found, other=0)
+        num_pages = tl.load(coords_ptr + 2 * num_rows + row, mask=found, other=0)
+        query_page = tl.load(coords_ptr + 3 * num_rows + row, mask=found, other=0)
+        if POSITIONS > 0:
             raw = tl.load(positions_ptr + num_rows + row, mask=given, other=0)
             tok = tl.where(given, tl.load(positions_ptr + row, mask=given, other=0), tok)
             num_pages = tl.where(

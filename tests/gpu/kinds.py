@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,12 +45,13 @@ def _plain(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """parts: what the step takes of sequences that hold `held` tokens.
+    """parts: what the step takes of sequences of `texts` that hold `held` tokens.
 
     run      "layer", "store" (with and without summaries), "rebuild", "segments"
     rows     changes of the launch rows: of decode selection, decode attention, prefill
     """
 
+    texts: list[list[int]]
     parts: tuple[Part, ...]
     held: tuple[int, ...]
     run: str = "layer"
@@ -63,8 +65,9 @@ class Kind:
         return trust
 
 
-def _kinds() -> dict[str, Kind]:
-    lengths = [len(text) for text in prompts()]
+def kinds(texts: list[list[int]]) -> dict[str, Kind]:
+    """All of them, on four sequences."""
+    lengths, kind = [len(text) for text in texts], partial(Kind, texts=texts)
     a, b, _, d = lengths
     held = tuple(lengths)
     some = (Part(0, a, a + 1), PADDING, Part(1, b, b + 1), Part(3, d + 1, d + 2))
@@ -81,52 +84,52 @@ def _kinds() -> dict[str, Kind]:
     grouped = {"shape": GROUPED}
     prefix = {"trust": Trust.PREFIX}
     return {
-        "decode": Kind(parts=some, held=held_some, options=plain),
-        "decode one": Kind(parts=one, held=held_some, options=plain),
-        "decode in two launches": Kind(
+        "decode": kind(parts=some, held=held_some, options=plain),
+        "decode one": kind(parts=one, held=held_some, options=plain),
+        "decode in two launches": kind(
             parts=some, held=held_some, options=plain, rows=({**apart, "tile": 16}, two, {})
         ),
-        "decode unsplit": Kind(
+        "decode unsplit": kind(
             parts=some, held=held_some, options=plain, rows=(apart, unsplit, {})
         ),
-        "decode groups": Kind(parts=some, held=held_some, options=plain, **grouped),
-        "decode through a page table": Kind(
+        "decode groups": kind(parts=some, held=held_some, options=plain, **grouped),
+        "decode through a page table": kind(
             parts=some, held=held_some, options={"given": False, "paged": True}
         ),
-        "decode with given coordinates": Kind(
+        "decode with given coordinates": kind(
             parts=(Part(0, a - 1, a), Part(1, b - 1, b)), held=(a - 1, b - 1, 0, 0)
         ),
-        "decode another's cache": Kind(
+        "decode another's cache": kind(
             parts=some, held=held_some, options={**plain, "trust": Trust.NONE}
         ),
-        "decode behind a prefix": Kind(
+        "decode behind a prefix": kind(
             parts=some, held=held_some, options={**plain, **prefix}
         ),
-        "prompts": Kind(parts=prompt, held=empty),
-        "prompts by block": Kind(parts=prompt, held=empty, options={"deterministic": True}),
-        "prompts by many blocks": Kind(
+        "prompts": kind(parts=prompt, held=empty),
+        "prompts by block": kind(parts=prompt, held=empty, options={"deterministic": True}),
+        "prompts by many blocks": kind(
             parts=prompt, held=empty, options={"deterministic": True}, shape=LONG
         ),
-        "prompts by tile": Kind(
+        "prompts by tile": kind(
             parts=prompt, held=empty, rows=({}, {}, {"union_limit": 64, "tile_blocks": 2})
         ),
-        "prompts of groups": Kind(parts=prompt, held=empty, **grouped),
-        "chunks": Kind(parts=chunks, held=held_chunks),
-        "chunks through a page table": Kind(
+        "prompts of groups": kind(parts=prompt, held=empty, **grouped),
+        "chunks": kind(parts=chunks, held=held_chunks),
+        "chunks through a page table": kind(
             parts=chunks, held=held_chunks, options={"paged": True}
         ),
-        "chunks in another's cache": Kind(
+        "chunks in another's cache": kind(
             parts=chunks, held=held_chunks, options={"trust": Trust.NONE}
         ),
-        "chunks behind a prefix": Kind(parts=chunks, held=held_chunks, options=prefix),
-        "store": Kind(parts=prompt, held=empty, run="store"),
-        "store rows": Kind(parts=some, held=held_some, run="store", options=plain),
-        "rebuild": Kind(parts=(), held=held, run="rebuild"),
-        "segments": Kind(parts=some, held=held_some, run="segments", options=plain),
+        "chunks behind a prefix": kind(parts=chunks, held=held_chunks, options=prefix),
+        "store": kind(parts=prompt, held=empty, run="store"),
+        "store rows": kind(parts=some, held=held_some, run="store", options=plain),
+        "rebuild": kind(parts=(), held=held, run="rebuild"),
+        "segments": kind(parts=some, held=held_some, run="segments", options=plain),
     }  # fmt: skip
 
 
-KINDS = _kinds()
+KINDS = kinds(prompts())
 
 
 @contextmanager
@@ -174,12 +177,17 @@ class Done:
 
 
 class Prepared:
-    """A kind's sequences with the cache that its step finds."""
+    """A kind's sequences with the cache that its step finds.
 
-    def __init__(self, kind: Kind) -> None:
+    fed   what another kind of the same texts and shape left of all tokens, to save the feeding
+    """
+
+    def __init__(self, kind: Kind, fed: Tensor | None = None) -> None:
         self.kind = kind
-        self.served = Served(prompts(), shape=kind.shape, answer=8)
-        self.cache = self.served.fed(self.served.cache(), kind.held)
+        self.served = Served(kind.texts, shape=kind.shape, answer=8)
+        if fed is None:
+            fed = self.served.fed(self.served.cache(), kind.held)
+        self.cache = fed.clone()
         if kind.trust is Trust.NONE or kind.run == "rebuild":  # another owner's: garbage there
             self.cache[:, -1, :, kind.shape.width + 22 :] = 9.0
         self.batch = self.served.batch(kind.parts or [Part(s, 0, 0) for s in range(4)])

@@ -1,11 +1,12 @@
 """Every kernel once, on few rows, for a sanitizer to watch.
 
-    python tests/gpu/sanitize.py                       compiles all, and says which kernels ran
+    python tests/gpu/sanitize.py              compiles all, and says which kernels ran
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \\
-        python tests/gpu/sanitize.py                   racecheck, initcheck, synccheck likewise
+        --show-backtrace no python tests/gpu/sanitize.py
 
-The first run keeps what it compiled in Triton's cache, so that the sanitizer watches no compiler.
-Without torch's caching allocator every tensor is an allocation of its own: nothing hides behind it.
+racecheck, initcheck and synccheck likewise. The first run keeps what it compiled in Triton's cache,
+so that the sanitizer watches no compiler. Without torch's caching allocator every tensor is an
+allocation of its own: nothing hides behind it.
 `--only WORD` takes the kinds with this word in their name.
 """
 
@@ -18,9 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from torch import Tensor
+
 from dash_portable.trial.feed import settle
-from tests.device import DEVICE
-from tests.gpu.kinds import KINDS, Prepared, every_kernel, launched
+from tests.device import DEVICE, INTERPRETED
+from tests.gpu.kinds import Prepared, every_kernel, kinds, launched
+from tests.gpu.served import Served, Shape, prompts
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,11 +33,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     seen: set[str] = set()
     begin = time.perf_counter()
-    for name, kind in KINDS.items():
+    fed: dict[Shape, Tensor] = {}
+    texts = prompts() if INTERPRETED else prompts(page=100, text=800, small=12)
+    for name, kind in kinds(texts).items():
         if options.only not in name:
             continue
         with launched(kind) as kernels:
-            done = Prepared(kind).run()
+            if kind.shape not in fed:
+                served = Served(kind.texts, shape=kind.shape, answer=8)
+                fed[kind.shape] = served.fed(served.cache(), served.lengths)
+            done = Prepared(kind, fed[kind.shape]).run()
         settle(DEVICE)
         for what, x in done.results.items():
             if not bool(x.isfinite().all()):

@@ -75,14 +75,18 @@ GROUPED = replace(SHAPE, kv_heads=2, group=4, dtype=torch.float16, block_size=16
 LONG = replace(SHAPE, longest=1200 * SHAPE.config.block)
 
 
-def prompts() -> list[list[int]]:
-    """Roles of prompts with pages, without, and with many pages of one block."""
-    page = 40 if INTERPRETED else 273
+def prompts(
+    page: int = 40 if INTERPRETED else 273,
+    text: int = 330 if INTERPRETED else 6000,
+    small: int = 12 if INTERPRETED else 60,
+) -> list[list[int]]:
+    """Roles of prompts: pages of `page` image tokens; `text` tokens without any; `small` pages that
+    lie several in a block; images before the first page.
+    """
     pages = ([2] + [1] * page) * 3 + [0] * 20
-    text = [0] * (330 if INTERPRETED else 6000)
-    small = ([2] + [1] * 3 + [0] * 2) * (12 if INTERPRETED else 60) + [1] * 30 + [0] * 15
+    tiny = ([2] + [1] * 3 + [0] * 2) * small + [1] * 30 + [0] * 15
     front = [0] * 5 + [1] * 50 + ([2] + [0] * 9 + [1] * page) * 2 + [0] * 7
-    return [pages, text, small, front]
+    return [pages, [0] * text, tiny, front]
 
 
 class Part(NamedTuple):
