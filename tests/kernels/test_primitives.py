@@ -1,5 +1,6 @@
 """The shared pieces alone: keys that sort, the best of many, angles, the direct launch."""
 
+import importlib
 import math
 from types import SimpleNamespace
 
@@ -141,14 +142,14 @@ class Compiled:
         self.metadata = SimpleNamespace(target=SimpleNamespace(backend=vendor))
 
     def __getitem__(self, grid):
-        return lambda *args: self.calls.append(("direct", grid, args))
+        return lambda *args, stream: self.calls.append(("direct", grid, args, stream))
 
 
 class Kernel:
     device_caches = None
 
-    def __init__(self, vendor="cuda"):
-        self.calls, self.vendor = [], vendor
+    def __init__(self, *names, vendor="cuda"):
+        self.arg_names, self.calls, self.vendor = names, [], vendor
 
     def __getitem__(self, grid):
         def run(*args, **options):
@@ -158,8 +159,18 @@ class Kernel:
         return run
 
 
-def test_a_launch_is_direct_only_where_nothing_differs():
-    kernel = Kernel()
+@pytest.fixture
+def streams(monkeypatch):
+    """A driver whose current streams are these, by device."""
+    found = {3: 11}
+    active = SimpleNamespace(get_current_stream=found.get, get_current_device=lambda: 3)
+    module = importlib.import_module("triton.runtime.driver")
+    monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    return found
+
+
+def test_a_launch_is_direct_only_where_nothing_differs(streams):
+    kernel = Kernel("x", "number", "factor", "y", "rows", "WIDTH", "FLAG")
     x, y = torch.zeros(64), torch.zeros(3)
     run = launch.Launch(kernel, 7, (64, True), fixed=(y, 9), warps=2, launch_pdl=True)
     run(x, 3, 0.5)
@@ -167,15 +178,27 @@ def test_a_launch_is_direct_only_where_nothing_differs():
     options = {"num_warps": 2, "launch_pdl": True}
     assert kernel.calls == [
         ("usual", (7, 1, 1), options),
-        ("direct", (7, 1, 1), (x.data_ptr(), 3, 0.25, y.data_ptr(), 9, 64, True)),
+        ("direct", (7, 1, 1), (x.data_ptr(), 3, 0.25, y.data_ptr(), 9, 64, True), 11),
     ]
+    streams[3] = 12
+    run(x, 3, 0.5)
+    assert kernel.calls[-1][0::3] == ("direct", 12)
     for other in ((x[1:], 3, 0.5), (x, 4, 0.5), (x.half(), 3, 0.5)):
         run(*other)
         assert kernel.calls[-1][0] == "usual"
 
 
-def test_amd_makes_another_kernel_for_tensors_beyond_2_gb():
-    kernel = Kernel("hip")
+def test_fixed_arguments_stand_by_name_between_the_others(streams):
+    kernel = Kernel("a", "b", "c", "d", "ONE")
+    x, y = torch.zeros(4), torch.zeros(4)
+    run = launch.Launch(kernel, 1, (1,), fixed={"b": y, "d": 0.5, "of_another": 7}, warps=1)
+    run(x, 2)
+    run(x, 2)
+    assert kernel.calls[-1][2] == (x.data_ptr(), y.data_ptr(), 2, 0.5, 1)
+
+
+def test_amd_makes_another_kernel_for_tensors_beyond_2_gb(streams):
+    kernel = Kernel("x", vendor="hip")
     run = launch.Launch(kernel, 1, (), warps=1)
     small, large = torch.zeros(4), torch.empty(4)
     large.untyped_storage = lambda: SimpleNamespace(nbytes=lambda: 1 << 31)
