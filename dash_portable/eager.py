@@ -14,6 +14,7 @@ from dash_portable.block_index import BlockIndex, RemoteBlocks
 from dash_portable.cache_view import CacheView, check_writable
 from dash_portable.live_rows import LiveRows
 from dash_portable.pages import angle_steps, angles, widest
+from dash_portable.plainly import plainly
 from dash_portable.step import Step
 
 _SCORES = 1 << 25  # scores of one chunk of rows, in elements
@@ -44,7 +45,7 @@ class EagerLayer:
         ids, bias = self.select(index_query, cache, head_cls, scale, floor)
         return query, ids, bias
 
-    @torch.no_grad()
+    @plainly
     def store(
         self,
         q: Tensor,
@@ -86,7 +87,7 @@ class EagerLayer:
             if of is not None:
                 self._remote[seq] = of
 
-    @torch.no_grad()
+    @plainly
     def rebuild(self, cache: Tensor, head_cls: Tensor) -> None:
         """Summaries, page ranges and page starts of whole sequences, from what any owner stores."""
         step, size = self.step, self.step.config.block
@@ -101,7 +102,7 @@ class EagerLayer:
                 view.write_index(seqs, first, head_cls)
             view.write_starts(seq, length)
 
-    @torch.no_grad()
+    @plainly
     def select(
         self, index_query: Tensor, cache: Tensor, head_cls: Tensor, scale: float, floor: float
     ) -> reference.Selection:

@@ -273,18 +273,32 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextlib.contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "float64": lambda: default_dtype(torch.float64),
     "bfloat16": lambda: default_dtype(torch.bfloat16),
     "meta": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "inference": torch.inference_mode,
+    "deterministic": deterministic_algorithms,
 }
 
 
 @both
 @every_call
 @pytest.mark.parametrize("default", DEFAULTS)
-def test_torchs_defaults_do_not_matter(scene: Scene, call: str, backend: str, default: str) -> None:
-    """A server may have set torch's default type or device for its own model."""
+def test_torchs_modes_do_not_matter(scene: Scene, call: str, backend: str, default: str) -> None:
+    """A server may have set torch's default type or device for its own model, or run it under
+    autocast.
+    """
     changes = {"backend": backend} if call in (*ATTENDING, "segments") else {}
     expected = called(scene, call, **changes)
     own = another(scene)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dash_portable.cache import places, read_lines
+from dash_portable.plainly import plainly
 from dash_portable.segments.rows import slot_count
 from dash_portable.step import Step
 
@@ -28,7 +29,7 @@ class Runner:
     def refresh(self) -> None:
         """Nothing was read from the step's tensors yet."""
 
-    @torch.no_grad()
+    @plainly
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         out.zero_()
         live = (self.step.row_pos >= 0).nonzero().flatten()

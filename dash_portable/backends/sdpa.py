@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dash_portable.backends.eager import GatheredRows
 from dash_portable.cache import read_lines
+from dash_portable.plainly import plainly
 from dash_portable.segments.given import given_slots
 from dash_portable.segments.rows import slot_count
 from dash_portable.step import Step
@@ -52,7 +53,7 @@ class Runner:
         parts = rows.split(self._gathered) if len(rows) else ()
         self._few = [GatheredRows(step, part) for part in parts]
 
-    @torch.no_grad()
+    @plainly
     def run(self, query: Tensor, cache: Tensor, ids: Tensor, bias: Tensor, out: Tensor) -> None:
         if len(self._few) == 1 and len(self._few[0].rows) == len(out):
             out.copy_(self._gather(query, cache, ids, bias, self._few[0]))
@@ -96,6 +97,7 @@ class Runner:
         return out.flatten(1, 2)
 
 
+@plainly
 def attend_given(
     query: Tensor,
     key: Tensor,
