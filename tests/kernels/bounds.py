@@ -5,37 +5,56 @@ interpreter, which sees them all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from triton.runtime import interpreter
 
+Seen = Callable[[str, np.ndarray], None]
 
-class _Checked:
-    """The interpreter's memory, refusing what lies in no tensor of the launch."""
 
-    def __init__(self, memory: Any, tensors: list[tuple[int, int]]) -> None:
-        self._memory, self._tensors = memory, tensors
+class _Watched:
+    """The interpreter's memory, whose addresses someone sees before they are used."""
 
-    def _check(self, ptrs: np.ndarray, mask: np.ndarray, what: str) -> None:
-        at = np.asarray(ptrs)[np.broadcast_to(np.asarray(mask, dtype=bool), np.shape(ptrs))]
-        inside = np.zeros(at.shape, dtype=bool)
-        for begin, end in self._tensors:
-            inside |= (at >= begin) & (at < end)
-        if not inside.all():
-            raise AssertionError(f"{what} at {at[~inside][:4]}, which is in no tensor")
+    def __init__(self, memory: Any, seen: Seen) -> None:
+        self._memory, self._seen = memory, seen
+
+    def _show(self, what: str, ptrs: np.ndarray, mask: np.ndarray) -> None:
+        live = np.broadcast_to(np.asarray(mask, dtype=bool), np.shape(ptrs))
+        self._seen(what, np.asarray(ptrs)[live])
 
     def load(self, ptrs: np.ndarray, mask: np.ndarray, *rest: Any) -> Any:
-        self._check(ptrs, mask, "load")
+        self._show("load", ptrs, mask)
         return self._memory.load(ptrs, mask, *rest)
 
     def store(self, ptrs: np.ndarray, value: np.ndarray, mask: np.ndarray) -> Any:
-        self._check(ptrs, mask, "store")
+        self._show("store", ptrs, mask)
         return self._memory.store(ptrs, value, mask)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._memory, name)
+
+
+@contextlib.contextmanager
+def addresses_seen(seen: Seen) -> Iterator[list[bool]]:
+    """Within, `seen(what, addresses)` is called before every load and store. Gives a list that
+    holds something from each program's start on, until it is cleared.
+    """
+    memory, builder, begun = interpreter._interpreter, interpreter.interpreter_builder, []
+    place = builder.set_grid_idx
+
+    def start(*at: int) -> None:
+        begun[:] = [True]
+        place(*at)
+
+    interpreter._interpreter = _Watched(memory, seen)
+    builder.set_grid_idx = start
+    try:
+        yield begun
+    finally:
+        interpreter._interpreter = memory
+        del builder.set_grid_idx
 
 
 @contextlib.contextmanager
@@ -53,14 +72,19 @@ def addresses_checked() -> Iterator[None]:
         ]
         return found
 
-    memory = interpreter._interpreter
+    def check(what: str, at: np.ndarray) -> None:
+        inside = np.zeros(at.shape, dtype=bool)
+        for first, end in tensors:
+            inside |= (at >= first) & (at < end)
+        if not inside.all():
+            raise AssertionError(f"{what} at {at[~inside][:4]}, which is in no tensor")
+
     interpreter.GridExecutor._init_args_hst = recorded
-    interpreter._interpreter = _Checked(memory, tensors)
     try:
-        yield
+        with addresses_seen(check):
+            yield
     finally:
         interpreter.GridExecutor._init_args_hst = begin
-        interpreter._interpreter = memory
 
 
 def _last(x: Any) -> int:
