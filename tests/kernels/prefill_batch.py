@@ -106,7 +106,7 @@ class Batch:
                 at += text + image
             assert at <= part.length
             image = torch.where(role == 1, page, 0)
-            self.image.append(image)
+            self.image.append(image.cpu())  # looked at token by token
             for b in range(part.length // block):
                 inside = image[b * block : (b + 1) * block]
                 inside = inside[inside > 0]

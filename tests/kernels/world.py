@@ -197,18 +197,21 @@ class World:
 
     def rows(self, step: Step) -> list[Tensor]:
         """q, k, v, iq, ik of the step's rows, NaN for padding."""
+        owner = {block: seq for seq, own in enumerate(self.blocks) for block in own.tolist()}
+        at: dict[int, tuple[list[int], list[int]]] = {}  # of a sequence: rows, and their tokens
+        for row, (slot, token) in enumerate(
+            zip(step.slots.tolist(), step.row_pos.tolist(), strict=True)
+        ):
+            if token >= 0:
+                rows, tokens = at.setdefault(owner[slot // self.block_size], ([], []))
+                rows.append(row)
+                tokens.append(token)
         made = []
         for i in range(5):
             like = self.inputs[0][i]
             whole = torch.full((step.num_rows, *like.shape[1:]), torch.nan, dtype=self.dtype)
-            for row in (step.row_pos >= 0).nonzero().flatten().tolist():
-                slot = int(step.slots[row])
-                seq = next(
-                    s
-                    for s, own in enumerate(self.blocks)
-                    if slot // self.block_size in own.tolist()
-                )
-                whole[row] = self.inputs[seq][i][int(step.row_pos[row])]
+            for seq, (rows, tokens) in at.items():
+                whole[rows] = self.inputs[seq][i][tokens]
             made.append(whole)
         return made
 
