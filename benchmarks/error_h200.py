@@ -111,11 +111,15 @@ def errors(
     return float(gap.max()), float(gap.square().mean().sqrt())
 
 
-def measured(device: torch.device, ways: dict[str, str], tokens: int) -> list[dict[str, Any]]:
+def measured(
+    device: torch.device, ways: dict[str, str], tokens: int, only: str = ""
+) -> list[dict[str, Any]]:
     """One row for each phase, type and spread: of each way the errors of all seeds."""
     rows = []
     for phase in PHASES:
         for dtype in (torch.bfloat16, torch.float16):
+            if only not in f"{phase} {dtype}":
+                continue
             for spread in SPREADS:
                 found: dict[str, list[tuple[float, float]]] = {}
                 for seed in range(SEEDS):
@@ -168,6 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--peer", type=Path, default=Path(".peer"), help="folder of vLLM's modules")
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--only", default="", help='of "decode torch.bfloat16" and so on')
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -175,7 +180,7 @@ def main() -> int:
         raise SystemExit("no accelerator: nothing to measure")
     generations = vllm_shim.install(options.peer) if options.peer.is_dir() else []
     ways = {way: path for way, path in WAYS.items() if 3 in generations or "flash" not in way}
-    rows = measured(device, ways, options.tokens)
+    rows = measured(device, ways, options.tokens, options.only)
     print(f"{torch.get_device_module(device).get_device_name()}, torch {torch.__version__}, "
           f"{datetime.date.today()}; largest error, root mean square")  # fmt: skip
     print("\n".join(table(rows)))

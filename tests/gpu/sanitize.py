@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     seen: set[str] = set()
     begin = time.perf_counter()
     fed: dict[Shape, Tensor] = {}
-    texts = prompts() if INTERPRETED else prompts(page=100, text=800, small=12)
+    texts = prompts() if INTERPRETED else prompts(page=60, text=500, small=8)
     for name, kind in kinds(texts).items():
         if options.only not in name:
             continue
