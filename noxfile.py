@@ -53,6 +53,12 @@ def interpreter(session: nox.Session) -> None:
 
 
 @nox.session
+def rehearsal(session: nox.Session) -> None:
+    """Every invariant and the GPU's proofs through the kernels, in the interpreter."""
+    _step(session, "rehearsal")
+
+
+@nox.session
 def audit(session: nox.Session) -> None:
     """Kernels compiled for six GPUs, held against their limits."""
     _step(session, "audit")

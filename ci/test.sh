@@ -17,6 +17,7 @@ matrix       the lanes are right, and the workflow is theirs
 docs         the generated pages are current, kernels excepted
 cpu          the tests, kernels excepted
 interpreter  the kernels in Triton's interpreter, against the oracle
+rehearsal    every invariant and the GPU's proofs through the kernels, in the interpreter
 audit        kernels compiled for six GPUs, held against their limits and docs/kernels.md
 audit-full   kernels compiled for all twelve GPUs, held against their limits
 kernels-page docs/kernels.md is current
@@ -45,6 +46,9 @@ types() { "$PYTHON" -m mypy && "$PYTHON" -m mypy -p ci; }
 matrix() { "$PYTHON" -m ci.matrix --check && "$PYTHON" -m pytest -q tests/test_matrix.py; }
 docs() { "$PYTHON" -m ci.docs --check backends environment dispatch; }
 cpu() { "$PYTHON" -m pytest -q -n "$JOBS" tests; }
+rehearsal() {
+    TRITON_INTERPRET=1 "$PYTHON" -m pytest -q -n "$JOBS" tests/test_properties.py tests/gpu
+}
 interpreter() { TRITON_INTERPRET=1 "$PYTHON" -m pytest -q -n "$JOBS" tests/kernels; }
 compile() {
     "$PYTHON" -m dash_portable.audit --targets "$1" --jobs "$JOBS" --cache .cache/triton
