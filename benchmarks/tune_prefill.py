@@ -367,7 +367,7 @@ class Work:
 
     def same_bits(self) -> str:
         """Selections with other groups and of a last chunk alone; outputs by block in other budgets
-        and of that chunk.
+        and of that chunk; both with dependent launches.
         """
         launch, budget = self.launch, self.budget
         self.use(launch._replace(union_limit=0), 64 << 20)
@@ -395,6 +395,12 @@ class Work:
             self.whole()
             off = (bias - self.bias).abs().max()
             found[f"selection, {change}"] = torch.equal(ids, self.ids), f"biases off {off:.0e}"
+        outs = []
+        for dependent in (False, True):
+            self.use(launch._replace(dependent=dependent), budget)
+            self.whole()
+            outs.append((self.ids.clone(), self.bias.clone(), self.out.clone()))
+        found["dependent launches"] = all(map(torch.equal, *outs))
         self.use(launch, budget)
         return f"same bits: {found}"
 

@@ -14,7 +14,7 @@ outputs do not depend on the batch.
 import triton
 import triton.language as tl
 
-from .primitives import LOG2E, token_at
+from .primitives import LOG2E, follow, token_at
 
 
 @triton.jit
@@ -151,6 +151,7 @@ def attend_tile_kernel(
     STAGES: tl.constexpr,
     LOCAL_STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One head of a tile: its union, then its local keys. A tile counted -1 has its local keys
     only, and its mass stored.
@@ -158,6 +159,7 @@ def attend_tile_kernel(
     BLOCKS: of the union in one step; ROOM is a multiple of it. STEP: local keys in one step, a
     multiple of BLOCK. Blocks that reach into the window of some row come with the local keys.
     """
+    follow(PDL)
     head, t = tl.program_id(0) % HQ, tl.program_id(0) // HQ
     seq = tl.load(tile_ptr + t * FIELDS)
     if seq >= 0:
@@ -269,10 +271,12 @@ def attend_pair_kernel(
     STAGES: tl.constexpr,
     STORE: tl.constexpr,
     FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows that chose one block against that block, HEADS heads one after another; partial result
     and mass of each pair. A program takes one entry of the chunk's list after another.
     """
+    follow(PDL)
     GROUPS: tl.constexpr = HQ // HEADS
     group, first = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
     n = tl.arange(0, N)
@@ -352,12 +356,14 @@ def attend_merge_kernel(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """ROWS rows and one head at a time, of the listed tiles of a chunk: the local result (in out)
     and the rows' partial results become the output.
 
     Programs beside one another take heads of the same rows, whose partial results lie together.
     """
+    follow(PDL)
     RUNS: tl.constexpr = TILE // ROWS
     base = tl.load(tile_ptr + chunk * chunk_tiles * FIELDS + 1)
     listed = listed_ptr + chunk * chunk_tiles

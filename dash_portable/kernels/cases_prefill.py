@@ -21,7 +21,13 @@ TILE_SPILLS = dict.fromkeys(RDNA, "a few registers; 64 rows are the tile of all 
 def _launches(make: Any, dtype: str = "bf16") -> dict[str, tuple[Launch, ...]]:
     """The launch of every arch that has a row, and of all the others."""
     rows: dict[str, PrefillRow] = {"*": FLOAT32} if dtype == "fp32" else PREFILL
-    return {EVERYWHERE if arch == "*" else arch: (make(row),) for arch, row in rows.items()}
+    found = {}
+    for arch, row in rows.items():
+        one: Launch = make(row)
+        consts = {**one.consts, "PDL": row.dependent}
+        options = {**one.options, **({"launch_pdl": True} if row.dependent else {})}
+        found[EVERYWHERE if arch == "*" else arch] = (one._replace(consts=consts, options=options),)
+    return found
 
 
 def _ints(*names: str) -> dict[str, str]:
@@ -201,14 +207,14 @@ def _union_cases() -> dict[str, Case]:
             union.invert_sum_kernel,
             _pointers("i32", "hist_ptr", "part_ptr") | _ints("keys", "parts"),
             {"STEP": union.KEYS, "TILE": 64},
-            {EVERYWHERE: (Launch(8),)},
+            _launches(lambda _: Launch(8)),
         ),
         "invert_offset": Case(
             union.invert_offset_kernel,
             _pointers("i32", "hist_ptr", "part_ptr", "offset_ptr", "first_ptr")
             | _ints("keys", "parts"),
             {"STEP": union.KEYS, "TILE": 64},
-            {EVERYWHERE: (Launch(8),)},
+            _launches(lambda _: Launch(8)),
         ),
         "invert_place": Case(
             union.invert_place_kernel,

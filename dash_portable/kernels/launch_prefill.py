@@ -27,6 +27,7 @@ class PrefillRow(NamedTuple):
     budget          bytes for the partial results of one chunk of tiles
     pair_*          the kernel by block: rows of one entry, the most programs, which take one entry
                     after another, heads that one walks, eviction policy of its stores ("": none)
+    dependent       programmatic dependent launch, where it was run
     merge_*         of the merge: rows taken together, warps, and the most programs, which take
                     such rows one after another
     """
@@ -58,6 +59,7 @@ class PrefillRow(NamedTuple):
     pair_stages: int = 2
     pair_store: str = ""
     pair_options: Mapping[str, Any] = NOTHING
+    dependent: bool = False
     merge_rows: int = 2
     merge_warps: int = 1
     merge_programs: int = 4224

@@ -24,8 +24,10 @@ from .union import (
 
 
 def launch_of(kernel, grid, consts, fixed, warps, **options):
-    """A launch whose constants are given by name."""
+    """A launch whose constants are given by name; those that the kernel does not know are left."""
     order = tuple(consts[name] for name in kernel.arg_names if name in consts)
+    if consts["PDL"]:
+        options = options | {"launch_pdl": True}
     return Launch(kernel, grid, order, fixed=fixed, warps=warps, **options)
 
 
@@ -86,6 +88,7 @@ class SelectPrefill:
             "TILE": launch.tile,
             "GROUPS": launch.select_groups,
             "HAS_PAGES": paged,
+            "PDL": launch.dependent,
         }
         tiled = {"FIELDS": TILE_FIELDS}
         fixed = {
@@ -238,6 +241,7 @@ class AttendPrefill:
             "W": power_of_two(max(topk, 2)),
             "TILE": launch.attend_tile,
             "FIELDS": TILE_FIELDS,
+            "PDL": launch.dependent,
         }
         fixed = {
             "tile_ptr": tiles,
@@ -260,8 +264,7 @@ class AttendPrefill:
         room = {"ROOM": launch.union_room, "BLOCKS": launch.tile_blocks}
 
         def made(kernel, grid, warps, more, also=fixed, **options):
-            named = {n: v for n, v in (consts | more).items() if n in kernel.arg_names}
-            return launch_of(kernel, grid, named, also, warps, **options)
+            return launch_of(kernel, grid, consts | more, also, warps, **options)
 
         self.union = made(
             union_kernel,

@@ -18,6 +18,16 @@ except ImportError:  # pragma: no cover - another vendor's Triton
         tl.debug_barrier()
 
 
+@triton.jit
+def follow(PDL: tl.constexpr):
+    """With programmatic dependent launch a kernel begins with this: what the launch before stored
+    is there, and the next launch may come up. Nothing is read or stored before it.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 # Sizes and strides of index tensors: they change from step to step, and no load gains by knowing
 # that one is 1 or a multiple of 16, so kernels take them as they come (`do_not_specialize`).
 NUMBERS = (

@@ -20,6 +20,7 @@ from .primitives import (
     best_of_rows,
     final_score,
     finish_selection,
+    follow,
     pack_score,
     unpack_index,
 )
@@ -142,10 +143,12 @@ def select_tile_kernel(
     HAS_PAGES: tl.constexpr,
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One tile of rows of one class: one pass over its blocks, the window's best, the finish;
     doubtful rows to one of the lists.
     """
+    follow(PDL)
     record = tile_ptr + (tl.num_programs(0) - 1 - tl.program_id(0)) * FIELDS  # long rows first
     seq = tl.load(record)
     if seq >= 0:
@@ -268,10 +271,12 @@ def select_group_kernel(
     TILE: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_PAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows of the list, one after another: all blocks of their doubtful groups beside the best of
     the other groups. Scores come from products of the first pass's shape, its rows all the same.
     """
+    follow(PDL)
     w = tl.arange(0, W)
     d = tl.arange(0, DP)
     n = tl.arange(0, GROUPS)
@@ -348,10 +353,12 @@ def select_redo_kernel(
     GROUPS: tl.constexpr,
     HAS_PAGES: tl.constexpr,
     FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The rows of the list by a running window, which takes whatever scores come. Also empties the
     padding rows.
     """
+    follow(PDL)
     w = tl.arange(0, W)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     padding = tl.load(pos_ptr + row, mask=row < num_rows, other=0) < 0

@@ -10,7 +10,7 @@ chunk's partial results fit a buffer of a chosen size.
 import triton
 import triton.language as tl
 
-from .primitives import LOG2E
+from .primitives import LOG2E, follow
 
 KEYS = 2048  # (sequence, block) keys of one program of the offsets
 ENTRIES = 256  # of one program of the list of tiles
@@ -76,6 +76,7 @@ def union_kernel(
     ROOM: tl.constexpr,
     BLOCKS: tl.constexpr,
     FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One tile: its union and biases (times log2 e), or its pairs' places in the lists of their
     blocks and the tile's number in the chunk's list. Also zeros for the output of padding rows.
@@ -84,6 +85,7 @@ def union_kernel(
     before the local window of every row; those are filled up to whole steps of BLOCKS by blocks
     that nobody chose.
     """
+    follow(PDL)
     t = tl.program_id(0)
     row = t * TILE + tl.arange(0, TILE)
     padding = tl.load(pos_ptr + row, mask=row < num_rows, other=0) < 0
@@ -156,8 +158,17 @@ def union_kernel(
 
 
 @triton.jit(do_not_specialize=["keys", "parts"])
-def invert_sum_kernel(hist_ptr, part_ptr, keys, parts, STEP: tl.constexpr, TILE: tl.constexpr):
+def invert_sum_kernel(
+    hist_ptr,
+    part_ptr,
+    keys,
+    parts,
+    STEP: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Pairs and tiles of each run of STEP keys of a chunk; only where there are several runs."""
+    follow(PDL)
     run, chunk = tl.program_id(0) % parts, tl.program_id(0) // parts
     k = run * STEP + tl.arange(0, STEP)
     count = tl.load(hist_ptr + chunk.to(tl.int64) * keys + k, mask=k < keys, other=0)
@@ -175,10 +186,12 @@ def invert_offset_kernel(
     parts,
     STEP: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Where each key's list begins in its chunk's pairs, and its first tile: offset, first [chunks,
     keys + 1].
     """
+    follow(PDL)
     run, chunk = tl.program_id(0) % parts, tl.program_id(0) // parts
     j = tl.arange(0, STEP)
     pairs = tl.zeros((), tl.int32)
@@ -235,10 +248,12 @@ def invert_place_kernel(
     PAIR_TILE: tl.constexpr,
     ENTRIES: tl.constexpr,
     FIELDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """First num_tiles programs: pairs into the lists. The others: the chunks' tiles of pairs (key,
     begin, end).
     """
+    follow(PDL)
     t = tl.program_id(0)
     if t < num_tiles:
         if tl.load(count_ptr + t * 2) < 0:

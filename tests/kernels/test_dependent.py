@@ -9,7 +9,7 @@ import torch
 
 from dash_portable import current_platform
 from dash_portable.backends.triton import Runner
-from dash_portable.kernels import attend_decode, launch, select_decode
+from dash_portable.kernels import attend_decode, launch, launch_prefill, select_decode
 from dash_portable.triton_layer import TritonLayer
 from tests.device import DEVICE, INTERPRETED
 from tests.kernels.world import Text, World, feed
@@ -94,5 +94,24 @@ def test_the_same_bits(attend, dtype, monkeypatch):
     for dependent in (False, True):
         rows_of(monkeypatch, arch, attend, dependent)
         found.append(outputs(world, step, times=200))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+@pytest.mark.nvidia
+@pytest.mark.parametrize("limit", [0, 8, 96])
+def test_prompts_have_the_same_bits(limit, monkeypatch):
+    """All by block, some by tile, all by tile."""
+    arch = current_platform(DEVICE).arch
+    if int(arch.removeprefix("sm")) < 90:
+        pytest.skip(f"{arch} has no dependent launches")
+    world, _ = world_of(dtype=torch.bfloat16)
+    step = world.step([None, *[(i, 0, n) for i, n in enumerate(LENGTHS)], None])
+    row = launch_prefill.prefill_row(arch)._replace(union_limit=limit, union_all=limit // 96 * 96)
+    found = []
+    for dependent in (False, True):
+        rows = {arch: row._replace(dependent=dependent)}
+        monkeypatch.setattr(launch_prefill, "PREFILL", rows)
+        found.append(outputs(world, step, times=50))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
