@@ -58,7 +58,6 @@ class Flash3(Library):
 
     title = "flash_attn 3"
     addressing = Addressing.PAGED
-    heads_first = True
 
     @classmethod
     def value_width_for(cls, width: int, head_dim: int) -> int:
@@ -133,7 +132,6 @@ class Copy(Library):
     """vLLM's copy; the generation is an argument of the call and 2 unless it is given."""
 
     generation: ClassVar[int]
-    heads_first = True
 
     def __init__(self, call: Call) -> None:
         self.call = call

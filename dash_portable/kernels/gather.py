@@ -20,13 +20,14 @@ class GatherRow(NamedTuple):
     warps      of one program
     last       the last row first, so that what a library asks for first was written last and is
                still in the cache of the chip
-    evict      how long what is read stays there: "" or "evict_first"
+    tail       columns that are kept behind a head's keys at least: with 16 of 2 bytes each key ends
+               where a sector of the memory does, and none is written in two parts
     """
 
     heads: int = 2
     warps: int = 4
     last: bool = False
-    evict: str = ""
+    tail: int = 0
 
 
 GATHER = {"*": GatherRow()}
@@ -44,22 +45,22 @@ def gather_segments_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     BS: tl.constexpr, LOCAL: tl.constexpr, TOPK: tl.constexpr, TAIL: tl.constexpr,
     WIDE: tl.constexpr, HEADS: tl.constexpr, QH: tl.constexpr, PARTS: tl.constexpr,
-    LAST: tl.constexpr, EVICT: tl.constexpr,
+    LAST: tl.constexpr,
 ):  # fmt: skip
     """Grid N * (TOPK + LOCAL + 1) * PARTS: one sparse block of a row, HEADS kv heads of it. The
     window is cut where sparse blocks begin, so it takes one more block than it has.
 
     key     [N * (TOPK + LOCAL) * BS, H, >= D], value the same: kept blocks, then the window; zeros
             where no key is. Strides are multiples of UNIT, and are given in UNITs
-    TAIL    columns of the keys behind D that are written, 0, 2, 4 or 8: bias * sqrt(D) as a high
-            and a low part, MASKED where no key is, then zeros. A query with 1 in both and the scale
-            1 / sqrt(D) then sees the bias; one segment a row is enough
+    TAIL    columns of the keys behind D that are written, 0, 2, 4, 8 or 16: bias * sqrt(D) as a
+            high and a low part, MASKED where no key is, then zeros. A query with 1 in both and the
+            scale 1 / sqrt(D) then sees the bias; one segment a row is enough
     wide    [N, H * G, WIDE] with TAIL, else [N, TOPK + 1, H * G, WIDE]: the row's query in its
             first D columns, once for each segment; zeros for a padding row
     used    int32 [N, TOPK + 1], without TAIL: keys of each segment, which stand first in it
     length  the same, but at least 1
-    PARTS   programs that share the heads; QH is HEADS * G padded to a power of two; LAST and EVICT
-            as in GatherRow
+    PARTS   programs that share the heads; QH is HEADS * G padded to a power of two; LAST as in
+            GatherRow
     """
     PIECES: tl.constexpr = TOPK + LOCAL + 1
     SLOTS: tl.constexpr = (TOPK + LOCAL) * BS
@@ -96,8 +97,8 @@ def gather_segments_kernel(
     d = tl.arange(0, DP)[None, :]
     at = cache_ptr + (base + h.to(tl.int64) * stride_ch)[:, None] + d
     both = ok[:, None] & (d < D)
-    key = tl.load(at, mask=both, other=0.0, eviction_policy=EVICT)
-    value = tl.load(at + D, mask=both, other=0.0, eviction_policy=EVICT)
+    key = tl.load(at, mask=both, other=0.0)
+    value = tl.load(at + D, mask=both, other=0.0)
     line = n * SLOTS + slot
     head = h.to(tl.int64)
     key_at = key_ptr + ((line * stride_kt + head * stride_kh) * UNIT)[:, None]

@@ -82,8 +82,6 @@ class Library(ABC):
     widths            head widths it takes, ascending; empty: every multiple of 8
     takes_groups      it takes fewer kv heads than query heads
     addressing        of gathered segments that are shorter than their slots
-    heads_first       gathered keys and values of a head lie together in memory, which is one run
-                      for a kernel that works head by head; it must take such strides
     builds            it compiles itself at the first call of a configuration
     lse_layout, lse_base   of what `attend` returns
     """
@@ -92,7 +90,6 @@ class Library(ABC):
     widths: ClassVar[tuple[int, ...]] = ()
     takes_groups: ClassVar[bool] = True
     addressing: ClassVar[Addressing] = Addressing.CLOSED
-    heads_first: ClassVar[bool] = False
     builds: ClassVar[bool] = False
     lse_layout: Layout = "HN"
     lse_base: Base = "e"

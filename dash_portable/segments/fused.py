@@ -32,6 +32,13 @@ def available(device_type: str) -> bool:
     return True
 
 
+def key_tail(step: Step) -> int:
+    """Columns behind a head's keys that memory has at least, by arch; the gather writes them."""
+    from dash_portable.kernels.gather import gather_row
+
+    return gather_row(current_platform(step.device).arch).tail
+
+
 class Gather:
     """`gather_segments_kernel` over passes of `rows` rows: fixed slots, W a row, zeros where
     unused.
@@ -74,7 +81,6 @@ class Gather:
             power_of_two(heads * step.group),
             parts,
             row.last,
-            row.evict,
         )
         grid = rows * (config.topk + config.local_blocks + 1) * parts
         self.launch = Launch(gather_segments_kernel, grid, consts, warps=row.warps)

@@ -109,12 +109,6 @@ class Way(ABC):
         mass = lse.reshape(-1, rows, segments).permute(1, 2, 0)
         out.copy_(merge_segments(parts, mass, bias, used))
 
-    def _keys(self, keys: int, heads: int, width: int) -> Tensor:
-        """Zeros [keys, heads, width], in the order of memory that the library reads fastest."""
-        if self.library.heads_first:
-            return self._zeros(heads, keys, width).transpose(0, 1)
-        return self._zeros(keys, heads, width)
-
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.step.dtype, device=self.step.device)
 
@@ -244,17 +238,22 @@ class OneSegment(Called):
             with_lse=False,
         )
 
+    def _pitch(self) -> int:
+        """Columns from one key to the next: those of the call, or more so that a key ends where a
+        sector of the memory does."""
+        width = self.call.width
+        return max(width, self.step.head_dim + fused.key_tail(self.step)) if self.fused else width
+
     def _tail(self) -> int:
         """Key columns behind the head that the gather writes at once; further ones stay zero."""
-        width, _ = one_segment_widths(self.library, self.step.head_dim)
-        return max(n for n in (2, 4, 8) if n <= width - self.step.head_dim)
+        return max(n for n in (2, 4, 8, 16) if n <= self._pitch() - self.step.head_dim)
 
     def _room(self, rows: int) -> Room:
         keys, value_width = (rows * self.slots, self.step.kv_heads), self.call.value_width
         room = Room(
             query=self._zeros(rows, self.step.heads, self.call.width),
-            key=self._keys(*keys, self.call.width),
-            value=self._keys(*keys, value_width),
+            key=self._zeros(*keys, self._pitch())[..., : self.call.width],
+            value=self._zeros(*keys, value_width),
         )
         room.query[..., self.step.head_dim : self.step.head_dim + BIAS_COLUMNS] = 1.0
         if self.fused:
@@ -322,8 +321,8 @@ class Segments(Called):
         keys = (rows * self.slots + 1, self.step.kv_heads, self._width())
         room = Room(
             query=self._zeros(rows * (self.kept + 1), self.step.heads, self._width()),
-            key=self._keys(*keys),
-            value=self._keys(*keys),
+            key=self._zeros(*keys),
+            value=self._zeros(*keys),
         )
         if self.fused and self.call.length is not None:
             self.gather = fused.Gather(self.step, rows, room, length=self.call.length)

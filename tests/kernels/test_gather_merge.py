@@ -37,7 +37,7 @@ def gathered(world, step, ids):
 ROWS = (
     gather.GatherRow(heads=1),
     gather.GatherRow(heads=2, last=True),
-    gather.GatherRow(heads=4, evict="evict_first"),
+    gather.GatherRow(heads=4, tail=16),
 )
 
 
@@ -49,7 +49,7 @@ ROWS = (
 )
 def test_gather(dtype, biased, block_size, width, group, row):
     """More heads than a program takes, a window that begins inside a block, rows without a block,
-    a padding row; what is written lies head by head."""
+    a padding row; keys and values in different orders of memory."""
     lengths, heads = [700, 33, 160, 1, 288], 3
     texts = [Text(prompt=[2] + [1] * (length - 1), answer=[]) for length in lengths]
     world = World(
@@ -66,7 +66,7 @@ def test_gather(dtype, biased, block_size, width, group, row):
     bias = torch.where(ids >= 0, torch.randn(rows, topk), 0.0)
     bias[0, :2] = torch.tensor([1e6, -1e6])  # beyond float16 even as a number
     ids[-1], bias[-1] = 2**30, torch.nan  # a padding row may hold anything
-    slots, extra = (topk + local) * bs, 8 if biased else 0
+    slots, extra = (topk + local) * bs, (row.tail or 8) if biased else 0
     key = torch.empty(heads, rows * slots, width + extra, dtype=dtype).transpose(0, 1)
     value = torch.empty(rows * slots, heads, width, dtype=dtype)
     query = torch.randn(rows, heads * group, width).to(dtype)
@@ -82,7 +82,7 @@ def test_gather(dtype, biased, block_size, width, group, row):
         *world.cache.stride()[:3], step.block_table.stride(0),
         *(stride // 8 for stride in (*key.stride()[:2], *value.stride()[:2])),
         heads, group, width, 1 << (width - 1).bit_length(), block_size, bs, local, topk, extra,
-        width + 8, row.heads, 1 << (row.heads * group - 1).bit_length(), parts, row.last, row.evict,
+        width + 8, row.heads, 1 << (row.heads * group - 1).bit_length(), parts, row.last,
     )  # fmt: skip
     keys, values, live = gathered(world, step, ids)
     assert torch.equal(key[..., :width], keys.flatten(0, 1))

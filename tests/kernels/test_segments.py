@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dash_portable.kernels import gather
 from dash_portable.segments import fused
 from dash_portable.self_test import make_case
 from tests.device import DEVICE
@@ -49,3 +50,12 @@ def test_kernels_feed_libraries(
         runner.run(case.query, case.cache, case.ids, case.bias, out)
     assert case.error(out) <= case.allowed()
     assert bool((out[case.step.row_pos < 0] == 0).all())
+
+
+def test_keys_may_end_where_sectors_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another launch row: the last row first, and columns to spare between keys."""
+    row = gather.GatherRow(heads=1, last=True, tail=16)
+    monkeypatch.setattr(gather, "GATHER", {"*": row})
+    test_kernels_feed_libraries(
+        vllm_flash_attn.SM90, "flash_attn:VllmGathered3", 16, "decode", monkeypatch, tmp_path
+    )
