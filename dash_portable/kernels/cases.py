@@ -199,7 +199,7 @@ def _gather_rows() -> dict[str, tuple[Row, ...]]:
             Row(
                 warps=row.warps,
                 consts={"HEADS": row.heads, "QH": row.heads, "PARTS": -(-H // row.heads)}
-                | {"LAST": row.last, "EVICT": row.evict},
+                | {"LAST": row.last, "TAIL": row.tail or 8},
             ),
         )
         for arch, row in gather.GATHER.items()
@@ -274,7 +274,7 @@ def _cases() -> dict[str, Case]:
                 gather.gather_segments_kernel,
                 dtype,
                 {"H": H, "G": 1, "D": D, "DP": D, "P": P, "BS": BS, "LOCAL": LOCAL, "TOPK": TOPK}
-                | {"TAIL": 8, "WIDE": D + 8},
+                | {"WIDE": D + 8},
                 _gather_rows(),
             )._replace(may_spill=_FLOAT32 if dtype == "fp32" else {}),
             f"merge_{dtype}": _case(
