@@ -103,7 +103,8 @@ def describe(
         index("prefix_lens", prefix_lens, ("R",))
     device_seq = _int32(seq_lens if host_seq is None else host_seq, device, copy=graph)
     own_slots = slots.to(torch.int64, copy=graph)
-    row_pos = row_positions(own_slots, row_seq, query_start, device_seq)
+    alone = longest == 1 and rows == seqs
+    row_pos = row_positions(own_slots, row_seq, query_start, device_seq, alone=alone)
     bound = block_table.shape[1] * shape.block_size
     if max_model_len is not None:
         bound = min(bound, max_model_len)

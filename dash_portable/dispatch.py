@@ -59,10 +59,10 @@ def policy_of(
 
     Raises ArgumentError for a name that no backend and no family has, wherever it was written.
     """
-    names = {name for row in backends for name in (row.name, *row.families)}
 
     def known(label: str, name: str) -> str:
-        if name.lower() not in names:
+        if not any(row.is_named(name) for row in backends):
+            names = {name for row in backends for name in (row.name, *row.families)}
             raise unknown_word(label, name, {*names, AUTO})
         return name.lower()
 

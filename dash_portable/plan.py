@@ -225,11 +225,14 @@ class DashStep:
                 check_tensor(name, value, tuple(own.shape), dtypes=INDEX, device=where)
         if on_host(step.slots):
             lengths = seq_lens.clamp(-(2**31), 2**31 - 1)
-            row_pos = row_positions(slots, step.row_seq, step.query_start, lengths)
+            row_pos = row_positions(
+                slots, step.row_seq, step.query_start, lengths, alone=step.single_row
+            )
             check_values(step, slots, row_pos, roles, positions, seq_lens, block_table, page_table)
         for value, own in new.values():
             if value is not None and own is not None:
                 own.copy_(value)
-        step.row_pos.copy_(row_positions(step.slots, step.row_seq, step.query_start, step.seq_lens))
+        place = (step.slots, step.row_seq, step.query_start, step.seq_lens)
+        step.row_pos.copy_(row_positions(*place, alone=step.single_row))
         self._shared.refresh()
         self._runner.refresh()

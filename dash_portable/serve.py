@@ -55,4 +55,4 @@ def _layer(choice: Choice, step: Step) -> SharedLayer:
 
 def deterministic(argument: bool | None) -> bool:
     """Whether equal inputs must give equal bits; the argument wins over the environment."""
-    return env.read().deterministic if argument is None else argument
+    return env.deterministic() if argument is None else argument

@@ -108,13 +108,22 @@ class Step:
         return -(-self.max_seq_len // self.config.block)
 
 
-def row_positions(slots: Tensor, row_seq: Tensor, query_start: Tensor, seq_lens: Tensor) -> Tensor:
-    """Token index of each row, int32 `[N]`, -1 for padding.
+def row_positions(
+    slots: Tensor,
+    row_seq: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    alone: bool = False,
+) -> Tensor:
+    """Token index of each row, int32 `[N]`, -1 for padding; `alone`: every sequence has one row.
 
     The live rows of a sequence are its last tokens, in order; padding between them is not counted.
     No host copy: usable while a graph is captured.
     """
     live = slots >= 0
+    if alone:
+        return torch.where(live, seq_lens.long() - 1, -1).clamp_min(-1).int()
     seen = live.cumsum(0)
     before = torch.cat([seen.new_zeros(1), seen])
     end = before[query_start[1:].long()][row_seq.long()]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import dash_portable
 from dash_portable import DashAttention, DashError, DashStep, dispatch, self_test
+from dash_portable.step import row_positions
 from tests.machines import MACHINES
 from tests.scene import (
     CALLS,
@@ -238,6 +239,18 @@ def test_index_types_do_not_matter(scene: Scene, call: str, first: torch.dtype) 
     names = [name for name in INDICES if torch.is_tensor(given.get(name))]
     changes = {name: given[name].to(types[i % 3]) for i, name in enumerate(names)}
     assert alike(called(scene, call, **changes), called(scene, call))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_alone_in_their_sequence_are_placed_as_any_others(seed: int) -> None:
+    made = torch.Generator().manual_seed(seed)
+    slots = torch.randint(-2, 5, (40,), generator=made)
+    lengths = torch.randint(-3, 90, (40,), generator=made)
+    at = torch.arange(41)
+    general, short = (
+        row_positions(slots, at[:-1], at, lengths, alone=alone) for alone in (False, True)
+    )
+    assert same(general, short)
 
 
 @both
