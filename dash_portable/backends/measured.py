@@ -30,7 +30,7 @@ FIGURES: Mapping[str, tuple[Measured, ...]] = {
         _decode(51.2, f"{_TORCH}, triton 3.6.0"),
         _prefill(1224.0, f"{_TORCH}, triton 3.6.0"),
     ),
-    "vllm_flash_attn3_gather": (_decode(188.2, f"{_TORCH}, vllm 0.33.0"),),
+    "vllm_flash_attn3_gather": (_decode(151.3, f"{_TORCH}, vllm 0.33.0"),),
     "vllm_flash_attn3_segments": (_decode(280.8, f"{_TORCH}, vllm 0.33.0"),),
     "vllm_flash_attn3_in_place": (_decode(286.8, f"{_TORCH}, vllm 0.33.0"),),
     "torch_varlen_gather": (_decode(301.8, _TORCH),),
