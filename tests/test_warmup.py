@@ -46,10 +46,10 @@ def test_warming_up_compiles_and_serving_does_not() -> None:
         heads=4,
         kv_heads=4,
         device=DEVICE,
-        copies=24,
+        copies=17,
     )
     width = feed.block_table.shape[1]
-    found = warm_up(server(4, width * 64), max_rows=24, calls=CALLS)
+    found = warm_up(server(4, width * 64), max_rows=17, calls=CALLS)
     assert found.compiled
     inputs = layer_inputs(
         made,
@@ -65,15 +65,21 @@ def test_warming_up_compiles_and_serving_does_not() -> None:
         for first, last in [(0, 100), (100, 1111), (1111, 1112), (1112, prompt)]:
             serve_rows(feed, inputs.rows(first, last), inputs.head_cls, first, last)
         feed.replicate()
-        for token in range(prompt, len(made)):
-            serve_rows(feed, inputs.rows(token, token + 1), inputs.head_cls, token, token + 1)
+        for token, count in zip(range(prompt, len(made)), (17, 16, 15, 2, 1), strict=True):
+            row = inputs.rows(token, token + 1)
+            serve_rows(feed, row, inputs.head_cls, token, token + 1, count)
     assert seen == []
 
 
 def serve_rows(
-    feed: Feed, rows: tuple[torch.Tensor, ...], head_cls: torch.Tensor, first: int, last: int
+    feed: Feed,
+    rows: tuple[torch.Tensor, ...],
+    head_cls: torch.Tensor,
+    first: int,
+    last: int,
+    sequences: int | None = None,
 ) -> None:
-    step = feed.describe(first, last)
+    step = feed.describe(first, last, sequences=sequences)
     choice, shared, runner = serve(step, None)
     q, k, v, iq, ik = (x.repeat(step.num_seqs, *[1] * (x.dim() - 1)) for x in rows)
     DashStep(step, choice, shared, runner).run(q, k, v, iq, ik, feed.caches[0], head_cls, 0)
