@@ -119,6 +119,16 @@ def test_doctor_fails_when_a_backend_computes_wrongly(
     assert "off by 3" in shown
 
 
+def test_doctor_fails_when_the_shared_layer_selects_wrongly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        doctor_module, "_tested", lambda **_: {doctor_module.LAYER: "selection: 3 rows differ"}
+    )
+    assert main(["doctor"]) == 1
+    assert "self-test FAILED: selection: 3 rows differ" in capsys.readouterr().out
+
+
 def test_doctor_reports_a_wrong_environment_and_goes_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
