@@ -361,6 +361,25 @@ def test_plans_are_kept_a_few_and_shared(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert len(rooms) == 1
 
 
+def test_plans_stay_on_the_host_whatever_torchs_default_device_is() -> None:
+    adapter = importlib.import_module("dash_portable.backends.flashinfer")
+    place = torch.device("cpu")
+    shape = adapter.Shape(
+        runs=4,
+        lengths=(32, 128),
+        heads=2,
+        kv_heads=2,
+        width=64,
+        value_width=64,
+        scale=1.0,
+        dtype=torch.bfloat16,
+        device=place,
+        deterministic=False,
+    )
+    with torch.device("meta"):
+        assert shape.starts().tolist() == [0, 32, 160, 192, 320]
+
+
 def test_a_plan_inside_a_graph_is_its_own_and_stays(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

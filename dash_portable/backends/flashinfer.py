@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from dash_portable.segments.merge import normalise_lse
 from dash_portable.segments.places import token_places
 from dash_portable.segments.rows import slot_tokens
 from dash_portable.segments.ways import Way
-
-if TYPE_CHECKING:
-    pass
 
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 PAGED = "BatchPrefillWithPagedKVCacheWrapper"
@@ -53,7 +50,7 @@ class Shape:
     def starts(self) -> Tensor:
         """Starts of the runs' keys on the host, int32 [runs + 1]."""
         rows = self.runs // len(self.lengths)
-        lengths = torch.tensor(self.lengths, dtype=torch.int32).repeat(rows)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device="cpu").repeat(rows)
         return torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).to(torch.int32)
 
 
@@ -207,7 +204,7 @@ def _plan_paged(shape: Shape) -> Planned:
     slots = int(starts[-1])
     indices = torch.zeros(slots, dtype=torch.int32, device=device)
     mask = torch.zeros(slots // 8, dtype=torch.uint8, device=device)
-    last = torch.ones(shape.runs, dtype=torch.int32)
+    last = torch.ones(shape.runs, dtype=torch.int32, device="cpu")
     wrapper = function("flashinfer", PAGED)(
         _workspace(device),
         kv_layout="NHD",
