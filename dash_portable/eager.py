@@ -79,13 +79,18 @@ class EagerLayer:
     def refresh(self) -> None:
         """Which rows are live, and what of their sequences all layers share, once a step."""
         self._live = LiveRows.of(self.step)
-        self._remote: dict[int, RemoteBlocks] = {}
-        position, seqs = self._live.position, self._live.seqs
-        for seq in seqs.unique().tolist():
-            mine = (seqs == seq).nonzero().flatten()
-            of = RemoteBlocks.of(self.step, seq, self._live.rows[mine], position[mine])
-            if of is not None:
-                self._remote[seq] = of
+        self._remote: list[RemoteBlocks] | None = None
+
+    def _remote_blocks(self) -> list[RemoteBlocks]:
+        """Of every sequence with a row that may select; found once a step."""
+        if self._remote is None:
+            live, found = self._live, []
+            for seq in live.seqs.unique().tolist():
+                mine = (live.seqs == seq).nonzero().flatten()
+                of = RemoteBlocks.of(self.step, seq, live.rows[mine], live.position[mine])
+                found += [of] if of is not None else []
+            self._remote = found
+        return self._remote
 
     @plainly
     def rebuild(self, cache: Tensor, head_cls: Tensor) -> None:
@@ -111,7 +116,7 @@ class EagerLayer:
         view = CacheView(cache, step)
         ids = torch.full((step.num_rows, config.topk), -1, dtype=torch.int32, device=step.device)
         bias = torch.zeros(ids.shape, dtype=torch.float32, device=step.device)
-        for remote in self._remote.values():
+        for remote in self._remote_blocks():
             index = remote.index(view, head_cls)
             most = max(1, _SCORES // remote.blocks)
             if len(remote.rows) == step.num_rows <= most:
