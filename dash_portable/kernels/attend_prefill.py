@@ -7,8 +7,9 @@ merge adds them to the row's local result. Partial results of one chunk of tiles
 whose size is the caller's budget; chunks follow one another through it.
 
 By block, and for the local keys, a row's arithmetic does not depend on the rows beside it: blocks
-and keys that are not the row's add nothing, exactly. With a limit of 0 there is no other form, and
-outputs do not depend on the batch.
+and keys that are not the row's add nothing, exactly, while they are finite (0 times an infinite
+value of a later token, or in a union of a block that only a neighbour chose, is NaN). With a limit
+of 0 there is no other form, and outputs do not depend on the batch.
 """
 
 import triton
@@ -156,8 +157,8 @@ def attend_tile_kernel(
     """One head of a tile: its union, then its local keys. A tile counted -1 has its local keys
     only, and its mass stored.
 
-    BLOCKS: of the union in one step; ROOM is a multiple of it. STEP: local keys in one step, a
-    multiple of BLOCK. Blocks that reach into the window of some row come with the local keys.
+    BLOCKS: of the union in one step. STEP: local keys in one step, a multiple of BLOCK. Blocks that
+    reach into the window of some row come with the local keys.
     """
     follow(PDL)
     head, t = tl.program_id(0) % HQ, tl.program_id(0) // HQ
