@@ -14,7 +14,8 @@ python="${PYTHON:-python3}"
 row="$("$python" -m ci.matrix --shell "$lane")"
 eval "$row"
 if [[ -z "${PYTHON:-}" && "$LANE_TORCH" != image ]]; then
-    python="$(command -v "python$LANE_PYTHON" || command -v python3)"
+    python="python$LANE_PYTHON"
+    "$python" --version >/dev/null 2>&1 || python=python3 # a shim of pyenv may be there and refuse
     have="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     if [[ "$have" != "$LANE_PYTHON" ]]; then
         echo "lane $lane wants Python $LANE_PYTHON, found $have; PYTHON=python3 runs it anyway" >&2

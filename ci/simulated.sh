@@ -6,7 +6,9 @@
 #   bash ci/simulated.sh audit cpu     only lanes whose name begins with one of these
 #
 # A lane that wants a Python that is not here is named and left out: only its container or runner has it. With
-# ANY_PYTHON=1 it runs with the Python that is here instead.
+# ANY_PYTHON=1 it runs with the Python that is here instead. With pyenv, all of its versions are here so:
+#
+#   PYENV_VERSION=3.11:3.10:3.12:3.13 bash ci/simulated.sh
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p .cache
@@ -21,7 +23,7 @@ while read -r lane python; do
         for prefix in "$@"; do [[ "$lane" == "$prefix"* ]] && wanted=1; done
         [[ $wanted == 1 ]] || continue
     fi
-    if ! command -v "python$python" >/dev/null && [[ "$have" != "$python" && -z "${ANY_PYTHON:-}" ]]; then
+    if ! "python$python" --version >/dev/null 2>&1 && [[ "$have" != "$python" && -z "${ANY_PYTHON:-}" ]]; then
         echo "left out  $lane (no Python $python here)" | tee -a "$report"
         left=$((left + 1))
         continue

@@ -4,6 +4,7 @@
 #   bash ci/intel/run.sh                    all of it
 #   ONLY=select_decode_bf16 bash ci/intel/run.sh    one case
 #   CASES=module:NAME ...                   another table of cases
+#   LIMIT=900 ...                           seconds for one compile, where other work takes the cores
 #   bash ci/intel/run.sh --write            write docs/kernels-intel.md instead of checking it
 #
 # 1. SPIR-V for pvc and dg2, and for a device without matrix unit ("generic")
@@ -34,7 +35,7 @@ compile() { # targets, JSON, further arguments
     local targets="$1" report="$2"
     shift 2
     "$home/xpu/bin/python" -m dash_portable.audit --cases "$cases" --targets "$targets" \
-        --jobs "${DASH_JOBS:-2}" --cache "$home/triton" --dump "$out/spirv" --json "$report" "$@"
+        --jobs "${DASH_JOBS:-2}" --limit "${LIMIT:-120}" --cache "$home/triton" --dump "$out/spirv" --json "$report" "$@"
 }
 
 execute() {
@@ -69,7 +70,7 @@ print(*getattr(importlib.import_module(module), table), sep="\n")' "$cases")"
 [[ -n "${ONLY:-}" ]] && names="$(tr , '\n' <<<"$ONLY")"
 step "SPIR-V for cards" compile pvc,dg2 "$out/audit.json" --only "$(paste -sd, <<<"$names")"
 step "SPIR-V for the CPU" for_cpu
-step "native code" python3 -m ci.intel.spirv native "$out/spirv" --home "$home"
+step "native code" python3 -m ci.intel.spirv native "$out/spirv" --home "$home" --limit "${LIMIT:-180}"
 step "strip" python3 -m ci.intel.spirv strip "$out/spirv" "$out/cpu" --home "$home"
 step "execution" execute
 [[ -n "${ONLY:-}${CASES:-}" ]] || step "page" python3 -m ci.docs ${check[@]+"${check[@]}"} intel --from "$out"
