@@ -493,10 +493,11 @@ def may_change(scene: Scene, given: dict[str, Any], call: str) -> torch.Tensor:
     that they complete; whole free places of sequences that are rebuilt.
     """
     allowed = torch.zeros(scene.cache.shape, dtype=torch.bool)
-    if call in ("segments", "rebuild"):
-        tables = TABLES if call == "rebuild" else ()
-        for table in tables:
-            allowed[list(table), -1, :, FREE:] = True
+    if call == "segments":
+        return allowed
+    if call == "rebuild":  # wherever the table says, which may be a block that nobody has
+        table = given["block_table"].flatten().long()
+        allowed[table[(table >= 0) & (table < len(allowed))], -1, :, FREE:] = True
         return allowed
     live = given["slots"][given["slots"] >= 0].long()
     allowed[live // SIZE, :, live % SIZE] = True
