@@ -26,35 +26,31 @@ from dash_portable.kernels import launch
 
 Split = tuple[int, int, int]  # tile, splits of a row, warps
 AHEAD = {"ahead": True}
-SPARSE = {"maxima": False}  # groups' best scores by the last program
-RANKED = {"ranked": True}
 # Rows, then candidates of selection alone at 128K.
 ALONE: list[tuple[int, Split, dict[str, object]]] = [
-    (1, (64, 64, 8), AHEAD | SPARSE),
-    (1, (64, 64, 8), AHEAD | SPARSE | RANKED),
-    (8, (32, 64, 4), RANKED),
-    (8, (64, 64, 8), AHEAD | RANKED),
-    (64, (64, 8, 4), SPARSE),
-    (64, (64, 8, 4), SPARSE | RANKED),
+    (1, (64, 64, 8), AHEAD),
+    (1, (64, 64, 8), {}),
+    (8, (64, 32, 8), AHEAD),
+    (8, (64, 64, 8), {}),
+    (8, (128, 8, 8), {}),
+    (64, (64, 8, 4), {}),
+    (64, (64, 4, 4), {}),
+    (64, (128, 4, 8), {}),
     (256, (64, 2, 4), {}),
-    (256, (64, 2, 4), RANKED),
-    (256, (32, 4, 2), SPARSE | RANKED),
-    (256, (64, 1, 8), AHEAD | SPARSE | RANKED),
+    (256, (64, 4, 4), {}),
+    (256, (128, 1, 8), {}),
 ]
 # The same with the store, at 32K.
 JOINT: list[tuple[int, Split, dict[str, object]]] = [
-    (1, (64, 16, 8), AHEAD | SPARSE),
-    (1, (64, 16, 8), AHEAD | RANKED),
-    (1, (64, 16, 8), AHEAD | SPARSE | RANKED),
+    (1, (64, 16, 8), AHEAD),
+    (1, (64, 16, 4), {}),
     (8, (64, 16, 8), AHEAD),
-    (8, (64, 16, 8), AHEAD | RANKED),
-    (8, (64, 16, 4), AHEAD | RANKED),
-    (64, (64, 8, 4), SPARSE),
-    (64, (64, 8, 4), SPARSE | RANKED),
-    (64, (64, 4, 4), SPARSE | RANKED),
-    (256, (64, 2, 4), SPARSE),
-    (256, (64, 2, 4), SPARSE | RANKED),
-    (256, (32, 4, 2), SPARSE | RANKED),
+    (8, (64, 16, 4), {}),
+    (64, (64, 8, 4), {}),
+    (64, (64, 4, 4), {}),
+    (64, (128, 4, 8), {}),
+    (256, (64, 2, 4), {}),
+    (256, (64, 4, 4), {}),
 ]
 
 
@@ -77,14 +73,7 @@ TABLE: list[str] = []
 
 
 def row_of(split: Split, options: dict[str, object], rows: int) -> launch.SelectRow:
-    return tune.select_rows([(split, {"narrow": 32} | options)], rows)[0]
-
-
-def named(row: launch.SelectRow | launch.AttendRow, rows: int = 1) -> str:
-    text = tune.short(row, rows)
-    if isinstance(row, launch.AttendRow):
-        return text + (f" dot stages {row.stages}" if row.dot else "")
-    return text + ("" if row.maxima else " sparse") + (" ranked" if row.ranked else "")
+    return tune.select_rows([(split, options)], rows)[0]
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
@@ -128,7 +117,7 @@ def select(case: tune.Case) -> None:
             call = tune.selected(case, case.layer(row))
             call()
             note = chosen(case, call(), wanted)
-            found[named(row, case.rows)] = (*timed(call), note)
+            found[tune.short(row, case.rows)] = (*timed(call), note)
     report("select", case, found)
 
 
@@ -151,8 +140,8 @@ def attend(case: tune.Case) -> list[launch.AttendRow]:
         call()
         true = wanted.double() if exact is None else exact
         error = float((out.double() - true).norm() / true.norm())
-        kept[named(row)] = row
-        found[named(row)] = (*timed(call), f"error {error:.1e}")
+        kept[tune.short(row)] = row
+        found[tune.short(row)] = (*timed(call), f"error {error:.1e}")
     return [kept[name] for name in report("attend", case, found) if name in kept]
 
 
@@ -168,8 +157,8 @@ def joint(case: tune.Case) -> list[launch.SelectRow]:
             call = tune.prepared(case, case.layer(row))
             call()
             note = chosen(case, call()[1:], wanted)
-            kept[named(row, case.rows)] = row
-            found[named(row, case.rows)] = (*timed(call), note)
+            kept[tune.short(row, case.rows)] = row
+            found[tune.short(row, case.rows)] = (*timed(call), note)
     return [kept[name] for name in report("store+select", case, found) if name in kept]
 
 
@@ -187,7 +176,7 @@ def layers() -> None:
             for dependent in (True, False):
                 runner = case.runner(second, dependent=dependent)
                 call = tune.whole(case, case.layer(first._replace(dependent=True)), runner)
-                name = f"{named(first, case.rows)} + {named(second)}"
+                name = f"{tune.short(first, case.rows)} + {tune.short(second)}"
                 found[name + (" PDL" if dependent else " plain")] = (*timed(call), "")
         report("layer", case, found)
 

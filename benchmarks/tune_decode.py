@@ -75,8 +75,14 @@ ATTENDS = [
         (16, 2, True),
         (4, 1, False),
     ]
-]
-FEW = [ATTENDS[2], ATTENDS[-1]]
+] + [
+    launch.AttendRow(split=split, warps=warps, stages=stages, ticket=True, dot=True)
+    for split, warps, stages in [
+        (16, 2, 2), (16, 4, 2), (8, 4, 3), (8, 2, 2), (4, 4, 3), (4, 2, 3), (2, 4, 3), (2, 2, 3),
+        (1, 4, 3),
+    ]
+]  # fmt: skip
+FEW = [ATTENDS[2], ATTENDS[7], ATTENDS[10]]
 _flush: list[Tensor] = []
 
 
@@ -344,9 +350,9 @@ def cases(context: int, pages: bool) -> Iterator[Case]:
 def short(row: launch.SelectRow | launch.AttendRow, rows: int = 1) -> str:
     end = "" if row.ticket else " 2 launches"
     if isinstance(row, launch.AttendRow):
-        return f"split {row.split} warps {row.warps}{end}"
+        dot = f" dot stages {row.stages}" if row.dot else ""
+        return f"split {row.split} warps {row.warps}{dot}{end}"
     more = " ahead" if row.ahead else ""
-    more += "" if row.heads == 16 else f" heads {row.heads}"
     return f"tile {row.tile} split {row.programs // rows} warps {row.warps}{more}{end}"
 
 

@@ -22,6 +22,8 @@ from .triton_side import Side
 if TYPE_CHECKING:
     from .triton_layer import TritonLayer
 
+# Which selected last for a step, by the step's id: it holds the step, so while it lives its id is
+# no other's.
 _TILE_ROWS: weakref.WeakValueDictionary[int, TileRows] = weakref.WeakValueDictionary()
 
 
@@ -30,7 +32,7 @@ def grouped_rows(step: Step) -> dict[str, Tensor] | None:
     of ours selected.
     """
     rows = _TILE_ROWS.get(id(step))
-    return rows.groups if rows is not None and rows.selected else None
+    return None if rows is None else rows.groups
 
 
 def _rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -75,9 +77,7 @@ class RowSelection:
             self._chunk,
             row.ticket,
             row.ahead,
-            row.maxima,
-            row.narrow,
-            row.ranked,
+            launch.NARROW,
         )
         self._inverse_sigma = 1.0 / config.sigma
         self._dummy = layer._turns
@@ -169,7 +169,7 @@ class RowSelection:
 
     def _join(self) -> Launch:
         layer, step, row = self._layer, self._step, self._row
-        heads, parts = self._parts(row.heads)
+        heads, parts = self._parts(launch.JOINT_HEADS)
         pages = layer._pages
         return Launch(
             store_select_kernel,
@@ -227,15 +227,7 @@ class RowSelection:
             "merge",
             select_merge_kernel,
             step.num_rows,
-            (
-                config.block,
-                config.topk,
-                config.window,
-                self._row.tile,
-                self._chunk,
-                self._row.maxima,
-                self._row.ranked,
-            ),
+            (config.block, config.topk, config.window, self._row.tile, self._chunk),
             warps=launch.MERGE_WARPS,
         )
         run(
@@ -268,10 +260,6 @@ class TileRows:
         self._store: dict[bool, Launch] = {}
         self._select: SelectPrefill | None = None
         self._located = self._grouped = False
-        self.selected = False
-        _TILE_ROWS[id(step)] = (
-            self  # it holds the step, so its id is not another's while this lives
-        )
         self.refresh()
 
     def refresh(self) -> None:
@@ -382,7 +370,8 @@ class TileRows:
                 starts_given=layer._pages is not None,
             )
             self._grouped = not step.graph
-        self.selected = True
+        if _TILE_ROWS.get(id(step)) is not self:
+            _TILE_ROWS[id(step)] = self
         if self._select is None:
             self._select = SelectPrefill(
                 side.summaries,

@@ -95,8 +95,6 @@ _FLOAT32 = dict.fromkeys(
     "a register or two, of float32 only",
 )
 
-_SCAN = {"sm90": "up to 16 bytes, outside the scan of 64 blocks: these rows were the fastest there"}
-
 
 def _types(kernel: Any, dtype: str, consts: Mapping[str, Any]) -> dict[str, str]:
     """Type texts of a kernel's run-time arguments, by their names."""
@@ -137,12 +135,10 @@ def _select_rows(*, fused: bool) -> dict[str, tuple[Row, ...]]:
                 "CHUNK": min(groups, launch.CHUNK),
                 "TICKET": row.ticket,
                 "AHEAD": row.ahead,
-                "MAXIMA": row.maxima,
-                "NARROW": row.narrow,
-                "RANKED": row.ranked,
+                "NARROW": launch.NARROW,
             }
             if fused:
-                heads = min(row.heads, launch.power_of_two(H))
+                heads = min(launch.JOINT_HEADS, launch.power_of_two(H))
                 consts |= {"HEADS": heads, "PARTS": -(-H // heads), "PDL": row.dependent}
             found.append(Row(warps=row.warps, consts=consts, label=f"{count}x{blocks}"))
         table[arch] = tuple(found)
@@ -156,12 +152,7 @@ def _merge_rows() -> dict[str, tuple[Row, ...]]:
         table[arch] = tuple(
             Row(
                 warps=launch.MERGE_WARPS,
-                consts={
-                    "TILE": row.tile,
-                    "CHUNK": launch.CHUNK,
-                    "MAXIMA": row.maxima,
-                    "RANKED": row.ranked,
-                },
+                consts={"TILE": row.tile, "CHUNK": launch.CHUNK},
                 label=str(i),
             )
             for i, row in enumerate(rows)
@@ -170,7 +161,7 @@ def _merge_rows() -> dict[str, tuple[Row, ...]]:
     return table
 
 
-def _attend_rows(group: int) -> dict[str, tuple[Row, ...]]:
+def _attend_rows(group: int, dtype: str) -> dict[str, tuple[Row, ...]]:
     table = {}
     for arch, rows in launch.ATTEND.items():
         selecting = launch.SELECT.get(arch, launch.SELECT[EVERYWHERE])
@@ -181,7 +172,7 @@ def _attend_rows(group: int) -> dict[str, tuple[Row, ...]]:
                 consts={
                     "SPLIT": row.split,
                     "TICKET": row.ticket,
-                    "DOT": row.dot or group > 1,
+                    "DOT": group > 1 or (row.dot and dtype != "fp32"),
                     "STAGES": row.stages,
                     "PDL": dependent,
                 },
@@ -236,13 +227,13 @@ def _cases() -> dict[str, Case]:
             ),
             f"store_select_{dtype}": _case(
                 select_decode.store_select_kernel, dtype, fused, _select_rows(fused=True)
-            )._replace(may_spill=_SCAN | (_FLOAT32 if dtype == "fp32" else {})),
+            )._replace(may_spill=_FLOAT32 if dtype == "fp32" else {}),
             f"select_decode_{dtype}": _case(
                 select_decode.select_decode_kernel,
                 dtype,
                 chosen | {"SIDE": False},
                 _select_rows(fused=False),
-            )._replace(may_spill=_SCAN),
+            ),
             f"summaries_block_{dtype}": _case(
                 summaries.summaries_block_kernel,
                 dtype,
@@ -259,13 +250,13 @@ def _cases() -> dict[str, Case]:
                 attend_decode.attend_decode_kernel,
                 dtype,
                 attend | {"G": 1, "TILE_H": 16},
-                _attend_rows(1),
+                _attend_rows(1, dtype),
             ),
             f"attend_decode_group_{dtype}": _case(
                 attend_decode.attend_decode_kernel,
                 dtype,
                 attend | {"G": 8, "TILE_H": 16},
-                _attend_rows(8),
+                _attend_rows(8, dtype),
             )._replace(
                 matrix=dtype != "fp32",
                 may_spill=_WIDE_TILES | (_FLOAT32 if dtype == "fp32" else {}),

@@ -22,6 +22,8 @@ COPY_TILE = 32
 PAGES_TILE = 128
 GROUP = 16  # blocks whose best key goes to memory together
 CHUNK = 256  # most groups that are ranked at once
+NARROW = 32  # blocks of a page's run that one program takes at once
+JOINT_HEADS = 16  # kv heads of one program that stores beside others that select
 
 
 class SelectRow(NamedTuple):
@@ -32,10 +34,6 @@ class SelectRow(NamedTuple):
     programs  of one launch at most, spread over the rows: more rows, fewer splits
     ahead     summaries of a scan are asked for before the row's page is known, and of the next tile
               before this one's scores
-    maxima    the best of every 16 blocks is found while scanning; else by the row's last program
-    narrow    blocks of a page's run that one program takes at once: 16 or more, a power of two
-    ranked    the row's last program finds the best by comparing all with all, not by sorting
-    heads     kv heads that one program of the joint launch stores: a power of two
     """
 
     rows: int | None = None
@@ -44,10 +42,6 @@ class SelectRow(NamedTuple):
     programs: int = 1024
     warps: int = 4
     ahead: bool = False
-    maxima: bool = True
-    narrow: int = 64
-    ranked: bool = False
-    heads: int = 16
     ticket: bool = False
     dependent: bool = False
 
@@ -85,22 +79,19 @@ _RDNA = (
 )
 SELECT: Mapping[str, tuple[SelectRow, ...]] = {
     "sm90": (
-        SelectRow(rows=2, programs=2048, warps=8, ticket=True, dependent=True),
-        SelectRow(rows=8, blocks=1024, warps=8, ahead=True, ticket=True),
-        SelectRow(rows=8, tile=32, programs=512, ticket=True, dependent=True),
-        SelectRow(rows=64, blocks=1024, programs=256, ticket=True),
-        SelectRow(rows=64, programs=512, ticket=True),
-        SelectRow(blocks=1024, programs=1024, ticket=True, dependent=True),
+        SelectRow(rows=2, programs=2048, warps=8, ahead=True, ticket=True, dependent=True),
+        SelectRow(rows=8, programs=256, warps=8, ahead=True, ticket=True, dependent=True),
         SelectRow(programs=512, ticket=True, dependent=True),
     ),
     EVERYWHERE: (SelectRow(tile=64),),
 }
 ATTEND: Mapping[str, tuple[AttendRow, ...]] = {
     "sm90": (
-        AttendRow(programs=80, split=16, warps=2, ticket=True),
-        AttendRow(programs=320, split=8, warps=1, ticket=True),
-        AttendRow(programs=1280, split=2, warps=1, ticket=True),
-        AttendRow(split=4, warps=1),
+        AttendRow(programs=20, split=16, warps=2, dot=True, stages=2, ticket=True),
+        AttendRow(programs=80, split=8, warps=4, dot=True, stages=3, ticket=True),
+        AttendRow(programs=160, split=4, warps=4, dot=True, stages=3, ticket=True),
+        AttendRow(programs=320, split=2, warps=4, dot=True, stages=3, ticket=True),
+        AttendRow(split=1, warps=4, dot=True, stages=3, ticket=True),
     ),
     **dict.fromkeys(
         _RDNA,

@@ -1,12 +1,12 @@
 """Selection for rows that are each alone in their sequence: exact for every input, any context, any
 page length.
 
-A program scores tiles of blocks. Where a row has one tile (a short context, or a page of its own up
-to TILE blocks, found through the stored start of the page) that program ends the row. Else scores
-and the best score of every GROUP of 16 blocks go to memory and the row's last program (an atomic
-ticket, or a second launch) finds the 16 best groups and in them the 16 best blocks. The 16 best
-blocks always lie in the 16 groups whose best is best, so nothing can overflow and ties need no
-care.
+A program scores tiles of blocks. A row with a page of its own finds the page's run of blocks
+through the stored start of the page; a run of up to NARROW blocks, or a context of one tile, is
+ended by one program. Else scores go to memory and the row's last program (an atomic ticket, or a
+second launch) finds the best score of every GROUP of 16 blocks, the 16 best groups and in them the
+16 best blocks. The 16 best blocks always lie in the 16 groups whose best is best, so nothing can
+overflow and ties need no care.
 """
 
 import triton
@@ -119,64 +119,30 @@ def _group_maxima(groups, score_ptr, group_ptr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _ranks(score, at):
-    """Place of each of [M] scores in their order, best first, of equal ones the lower `at` first:
-    int32 [M], all different.
-    """
-    other, own = score[None, :], score[:, None]
-    before = (other > own) | ((other == own) & (at[None, :] < at[:, None]))
-    return tl.sum(before.to(tl.int32), 1)
-
-
-@triton.jit
-def _first_16(rank, value):
-    """Values [M] of ranks 0 to 15, in this order."""
-    w = tl.arange(0, 16)[None, :]
-    return tl.sum(tl.where(rank[:, None] == w, value[:, None], tl.zeros_like(value)[:, None]), 0)
-
-
-@triton.jit
 def _merge(p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor, inv_sigma,
-           max_scores, TILE: tl.constexpr, CHUNK: tl.constexpr, MAXIMA: tl.constexpr,
-           RANKED: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr,
-           BS: tl.constexpr):  # fmt: skip
+           max_scores, TILE: tl.constexpr, CHUNK: tl.constexpr, TOPK: tl.constexpr,
+           WINDOW: tl.constexpr, BS: tl.constexpr):  # fmt: skip
     """The 16 best groups, then the 16 best blocks in them. Of two groups with the same best score
-    the lower one has the lower block of that score. RANKED: of 64 the best are found by comparing
-    all with all, which is shorter than sorting them: groups, then quarters of groups, then blocks.
+    the lower one has the lower block of that score.
     """
     groups = tiles * (TILE // GROUP)
     score_ptr += n * max_scores
     group_ptr += n * (max_scores // GROUP)
-    if MAXIMA == 0:
-        _group_maxima(groups, score_ptr, group_ptr, CHUNK)
+    _group_maxima(groups, score_ptr, group_ptr, CHUNK)
     i = tl.arange(0, CHUNK)
     top = tl.load(group_ptr + i, mask=i < groups, other=float("-inf"), cache_modifier=".cg")
-    if RANKED and CHUNK <= 64:
-        group = _first_16(_ranks(top, i), i)
-        found = group < groups
-    else:
-        best = best_of(_pack(top, i), CHUNK, 16)
-        for o in range(CHUNK, groups, CHUNK):
-            ok = o + i < groups
-            top = tl.load(group_ptr + o + i, mask=ok, other=float("-inf"), cache_modifier=".cg")
-            more = best_of(_pack(top, o + i), CHUNK, 16)
-            best = best_of(tl.reshape(tl.join(best, more), (32,)), 32, 16)
-        found = best > EMPTY
-        group = tl.where(found, unpack_index(best), groups + tl.arange(0, 16))  # all differ
-    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [16, GROUP]
-    ok = found[:, None] & (at >= 0)
+    best = best_of(_pack(top, i), CHUNK, 16)
+    for o in range(CHUNK, groups, CHUNK):
+        ok = o + i < groups
+        top = tl.load(group_ptr + o + i, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        more = best_of(_pack(top, o + i), CHUNK, 16)
+        best = best_of(tl.reshape(tl.join(best, more), (32,)), 32, 16)
+    at = unpack_index(best)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [16, GROUP]
+    ok = (best > EMPTY)[:, None] & (at >= 0)
     score = tl.load(score_ptr + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
-    if RANKED:
-        start = tl.min(tl.reshape(at, (64, 4)), 1)
-        start = _first_16(_ranks(tl.max(tl.reshape(score, (64, 4)), 1), start), start)
-        few_at = tl.reshape(start[:, None] + tl.arange(0, 4)[None, :], (64,))
-        few_ok = (few_at >= 0) & (few_at < groups * GROUP)
-        few = tl.load(score_ptr + few_at, mask=few_ok, other=float("-inf"), cache_modifier=".cg")
-        rank = _ranks(few, few_at)
-        keys = _pack(_first_16(rank, few), first + _first_16(rank, few_at))
-    else:
-        keys = best_of(tl.reshape(_pack(score, first + at), (16 * GROUP,)), 16 * GROUP, 16)
-    _finish(keys, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)
+    keys = _pack(score, first + at)
+    best = best_of(tl.reshape(keys, (16 * GROUP,)), 16 * GROUP, 16)
+    _finish(best, p, n, ids_ptr, bias_ptr, floor, inv_sigma, TOPK, WINDOW, BS)
 
 
 @triton.jit
@@ -192,8 +158,8 @@ def select_row(
     SIDE: tl.constexpr,
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, MAXIMA: tl.constexpr,
-    NARROW: tl.constexpr, RANKED: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
     """Split s of row n. ROTATE: iq is not rotated yet and the row may not be stored yet: its
     coordinates come from before.
@@ -345,18 +311,13 @@ def select_row(
                     at = token_at(table_ptr, more * BS, more_ok, stride_cb, stride_ct, P)
                     score = _scores(b_ok, k0, k1, q0, q1, factor, D)
                 tl.store(score_ptr + n * max_scores + t * TILE + i, score)
-                if MAXIMA:
-                    top = tl.max(tl.reshape(score, (TILE // GROUP, GROUP)), 1)
-                    to = (n * max_scores + t * TILE) // GROUP + tl.arange(0, TILE // GROUP)
-                    tl.store(group_ptr + to, top)
             if TICKET:
                 tl.debug_barrier()  # every thread's stores before the one thread's atomic
                 if tl.atomic_add(ticket_ptr + n, 1, sem="acq_rel", scope="gpu") == active - 1:
                     tl.store(ticket_ptr + n, 0)
                     _merge(
                         p, n, first, tiles, score_ptr, group_ptr, ids_ptr, bias_ptr, floor,
-                        inv_sigma, max_scores, TILE, CHUNK, MAXIMA, RANKED, TOPK, WINDOW,
-                        BS)  # fmt: skip
+                        inv_sigma, max_scores, TILE, CHUNK, TOPK, WINDOW, BS)  # fmt: skip
             else:
                 if s == 0:
                     tl.store(ticket_ptr + n * 2, tiles)
@@ -375,8 +336,8 @@ def select_decode_kernel(
     PAGE_MOD: tl.constexpr, POSITIONS: tl.constexpr, PAGE_TABLE: tl.constexpr, SIDE: tl.constexpr,
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, MAXIMA: tl.constexpr,
-    NARROW: tl.constexpr, RANKED: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
     """Grid SPLIT * N. Rows are stored and iq is rotated.
 
@@ -395,14 +356,14 @@ def select_decode_kernel(
         stride_ct,
         stride_table, stride_pages, H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, False,
         SIDE, LOCAL, TOPK,
-        WINDOW, TILE, SPLIT, CHUNK, TICKET, AHEAD, MAXIMA, NARROW, RANKED)  # fmt: skip
+        WINDOW, TILE, SPLIT, CHUNK, TICKET, AHEAD, NARROW)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def select_merge_kernel(
     row_pos_ptr, score_ptr, group_ptr, ticket_ptr, ids_ptr, bias_ptr, max_scores, floor, inv_sigma,
     BS: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    CHUNK: tl.constexpr, MAXIMA: tl.constexpr, RANKED: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Grid N: the end of select_decode_kernel for rows of several tiles, where a ticket is not
     allowed.
@@ -412,8 +373,7 @@ def select_merge_kernel(
     if tiles > 0:
         _merge(tl.load(row_pos_ptr + n), n, tl.load(ticket_ptr + n * 2 + 1), tiles, score_ptr,
                group_ptr, ids_ptr,
-               bias_ptr, floor, inv_sigma, max_scores, TILE, CHUNK, MAXIMA, RANKED, TOPK,
-               WINDOW, BS)  # fmt: skip
+               bias_ptr, floor, inv_sigma, max_scores, TILE, CHUNK, TOPK, WINDOW, BS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -429,8 +389,8 @@ def store_select_kernel(
     HEAD_CLS: tl.constexpr,
     LOCAL: tl.constexpr, TOPK: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr, MAXIMA: tl.constexpr,
-    NARROW: tl.constexpr, RANKED: tl.constexpr, HEADS: tl.constexpr,
+    CHUNK: tl.constexpr, TICKET: tl.constexpr, AHEAD: tl.constexpr,
+    NARROW: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLIT + PARTS + 1) * N: both stages at once, from trusted summaries. The longer ones,
@@ -452,7 +412,7 @@ def store_select_kernel(
             stride_pages,
             H, D, HP, P, BS, BT, PAGE_MOD, POSITIONS, PAGE_TABLE, True, False, LOCAL, TOPK, WINDOW,
             TILE, SPLIT, CHUNK,
-            TICKET, AHEAD, MAXIMA, NARROW, RANKED)  # fmt: skip
+            TICKET, AHEAD, NARROW)  # fmt: skip
     else:
         x -= SPLIT * num_rows
         store_row(

@@ -70,8 +70,9 @@ def check(value, lengths, parts, options, *, tables=False, **how):
 
 @pytest.fixture(params=[True, False], ids=["ticket", "launches"])
 def row(request, monkeypatch):
-    found = launch.SelectRow(tile=16, programs=8, ticket=request.param, narrow=16)
+    found = launch.SelectRow(tile=16, programs=8, ticket=request.param)
     monkeypatch.setattr(launch, "SELECT", {"*": (found,)})
+    monkeypatch.setattr(launch, "NARROW", 16)
 
 
 @pytest.mark.parametrize("options", BLOCKS, ids=["32-32", "16-16"])

@@ -29,8 +29,8 @@ def row(request, monkeypatch):
     """Small tiles, so that short contexts have several; both ways to merge and to ask."""
     tile, ticket, ahead = request.param
     found = launch.SelectRow(tile=tile, ticket=ticket, programs=24, ahead=ahead)
-    found = found._replace(heads=1 if ahead else 16, maxima=tile == 64 or ahead)
-    found = found._replace(narrow=16 if ahead else 32, ranked=ticket)
+    monkeypatch.setattr(launch, "JOINT_HEADS", 1 if ahead else 16)
+    monkeypatch.setattr(launch, "NARROW", 16 if ahead else 32)
     monkeypatch.setattr(launch, "SELECT", {"*": (found,)})
     return found
 
