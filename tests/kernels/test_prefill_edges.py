@@ -195,3 +195,23 @@ def test_layers_leave_nothing_to_one_another(deterministic: bool) -> None:
     alone = served(worlds[1], step, TritonLayer(step), Runner(step))
     for ours, wanted in zip(second, alone, strict=True):
         assert torch.equal(ours, wanted)
+
+
+def test_two_plans_of_one_step_keep_their_own_rows() -> None:
+    """One of them is refreshed when padding becomes a live row; the other's order is old."""
+    world = World([PLAIN])
+    feed(world, (0, 0, 300))
+    step = world.step([(0, 300, 303)], given=False, graph=True)
+    slots, row_pos = step.slots.clone(), step.row_pos.clone()
+    step.slots[0], step.row_pos[0] = -1, -1
+    step.slots[1:], step.row_pos[1:] = slots[:2], row_pos[:2]
+    step.seq_lens[0] = 302
+    plans = [(TritonLayer(step), Runner(step)) for _ in range(2)]
+    for plan in plans:
+        served(world, step, *plan)
+    step.slots.copy_(slots)
+    step.row_pos.copy_(row_pos)
+    step.seq_lens[0] = 303
+    for one in plans[0]:
+        one.refresh()
+    assert served(world, step, *plans[0])[2].isfinite().all()
