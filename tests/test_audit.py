@@ -70,6 +70,7 @@ def test_right_kernels_pass_on_every_kind_of_card(cache: Path):
         ("many_warps", "gfx942", "threads: 64 warps of 64 are 4096"),
         ("not_matrix", "sm80", "matrix: the case claims"),
         pytest.param("not_matrix", "gfx942", "matrix: the case claims", marks=for_amd),
+        ("not_wide", "sm90", "matrix: the case claims GMMA, the binary has HMMA"),
         ("refused", "sm90", "compile: UnsupportedLanguageConstruct"),
         ("top", "pvc", "compile:"),  # this Triton has no Intel backend
     ],

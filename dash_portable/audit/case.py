@@ -38,6 +38,8 @@ class Case(NamedTuple):
                 the integer 1
     launch      target -> its launch rows; EVERYWHERE ("*") serves the targets that are not named
     matrix      True when the kernel is meant to use the matrix units (checked in the disassembly)
+    wide        with matrix: True when its tiles are wide enough for the units that Hopper and
+                data-centre Blackwell have beside mma (wgmma, tcgen05), which are then wanted there
     may_spill   targets on which a spill is accepted, with the reason; anywhere else a spill is a
                 failure
     absent      targets that cannot have this kernel, with the reason: shown, not compiled. A
@@ -49,6 +51,7 @@ class Case(NamedTuple):
     consts: Mapping[str, Any] = NOTHING
     launch: Mapping[str, tuple[Launch, ...]] = MappingProxyType({EVERYWHERE: (Launch(),)})
     matrix: bool = False
+    wide: bool = False
     may_spill: Mapping[str, str] = NOTHING
     absent: Mapping[str, str] = NOTHING
 

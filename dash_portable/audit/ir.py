@@ -76,19 +76,19 @@ def narrow_addresses(ttir: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def matrix_instructions(kernel: Any, target: Target) -> int:
-    """How many matrix instructions the compiled kernel holds.
+def matrix_instructions(kernel: Any, target: Target) -> list[str]:
+    """The names of the matrix instructions that the compiled kernel holds, each as often.
 
     NVIDIA: in the disassembled binary (the Triton wheel brings nvdisasm). AMD: in the disassembled
     binary where an llvm-objdump knows the arch, else in the assembler text. Intel: calls in the
     LLVM IR that becomes SPIR-V.
     """
     if target.vendor == "nvidia":
-        return len(_MATRIX_NVIDIA.findall(disassemble_cubin(kernel.asm["cubin"])))
+        return _MATRIX_NVIDIA.findall(disassemble_cubin(kernel.asm["cubin"]))
     if target.vendor == "amd":
         text = disassemble_hsaco(kernel.asm["hsaco"], str(target.arch)) or kernel.asm["amdgcn"]
-        return len(_MATRIX_AMD.findall(text))
-    return len(_MATRIX_INTEL.findall(kernel.asm["llir"]))
+        return _MATRIX_AMD.findall(text)
+    return _MATRIX_INTEL.findall(kernel.asm["llir"])
 
 
 def disassemble_cubin(cubin: bytes) -> str:

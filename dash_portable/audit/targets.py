@@ -9,6 +9,7 @@ regs     registers of one thread: NVIDIA 255, AMD 512 on CDNA (vector and accumu
          offline compiler says it).
 threads  in a warp (wavefront, sub-group). A program has at most 1024 threads on all of them.
 matrix   False where Triton makes no matrix instructions for the target.
+wide     in the names of the instructions of a second matrix unit, for wide tiles; empty: none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Target(NamedTuple):
     regs: int
     cards: str
     matrix: bool = True
+    wide: str = ""
 
     @property
     def backend(self) -> str:
@@ -78,8 +80,8 @@ TARGETS: dict[str, Target] = {
     "sm80": _nvidia(80, 166912, "A100"),
     "sm86": _nvidia(86, 101376, "A10, RTX 30"),
     "sm89": _nvidia(89, 101376, "L4, L40S, RTX 40"),
-    "sm90": _nvidia(90, 232448, "H100, H200"),
-    "sm100": _nvidia(100, 232448, "B200"),
+    "sm90": _nvidia(90, 232448, "H100, H200")._replace(wide="GMMA"),
+    "sm100": _nvidia(100, 232448, "B200")._replace(wide="UTC"),
     "sm120": _nvidia(120, 101376, "RTX 50, RTX PRO 6000"),
     "gfx90a": _amd("gfx90a", 64, 65536, 512, "MI210, MI250"),
     "gfx942": _amd("gfx942", 64, 65536, 512, "MI300A, MI300X, MI325X"),

@@ -92,11 +92,14 @@ def _examine(work: Work, dump: str | None, kept: Path | None) -> dict[str, Any]:
     problems = [*excess(usage, target, work.target in work.case.may_spill)]
     ttir = str(kernel.asm["ttir"])
     problems += [*narrow_arithmetic(ttir), *narrow_addresses(ttir, list(work.arguments))]
-    matrix = matrix_instructions(kernel, target) if work.case.matrix else 0
+    matrix = matrix_instructions(kernel, target) if work.case.matrix else []
     if work.case.matrix and target.matrix and not matrix:
         problems.append("matrix: the case claims matrix instructions, none are in the binary")
+    if work.case.wide and target.wide and not any(target.wide in name for name in matrix):
+        used = " ".join(sorted(set(matrix)))
+        problems.append(f"matrix: the case claims {target.wide}, the binary has {used}")
     note = work.case.may_spill.get(work.target, "") if usage.spill else ""
-    return {"usage": usage, "matrix": matrix, "problems": problems, "note": note}
+    return {"usage": usage, "matrix": len(matrix), "problems": problems, "note": note}
 
 
 def _child(work: Work, dump: str | None, kept: Path | None, pipe: Connection) -> None:

@@ -163,6 +163,7 @@ def _select_case(dtype: str, width: int, stage: str) -> Case:
             dtype,
         ),
         matrix=dtype != "fp32",
+        wide=dtype != "fp32",
         may_spill=spills,
     )
 
@@ -273,6 +274,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                 dtype,
             ),
             matrix=matrix,
+            wide=matrix,
             may_spill=TILE_SPILLS | spills,
         ),
         f"attend_pair_{name}": Case(
@@ -300,6 +302,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                 dtype,
             ),
             matrix=matrix,
+            wide=matrix,
             may_spill=spills,
         ),
         f"attend_merge_{name}": Case(

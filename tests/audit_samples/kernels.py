@@ -87,7 +87,7 @@ CASES = {
             "sm90": (Launch(warps=1, label="few"), Launch(warps=8, consts={"TILE": 1024})),
         },
     ),
-    "product": Case(product_kernel, _PRODUCT, {"TILE": 64, "D": 64}, matrix=True),
+    "product": Case(product_kernel, _PRODUCT, {"TILE": 64, "D": 64}, matrix=True, wide=True),
     "narrow_add": Case(narrow_add_kernel, _SCALE, _TILE),
     "narrow_offset": Case(narrow_offset_kernel, _SCALE, _TILE),
     "many_warps": Case(scale_kernel, _SCALE, _TILE, launch={EVERYWHERE: (Launch(warps=64),)}),
@@ -96,6 +96,9 @@ CASES = {
         _PRODUCT,
         {"TILE": 128, "D": 256},
         launch={EVERYWHERE: (Launch(8, stages=3),)},
+    ),
+    "not_wide": Case(  # 16 rows are too few for wgmma
+        product_kernel, _PRODUCT, {"TILE": 16, "D": 64}, matrix=True, wide=True
     ),
     "not_matrix": Case(scale_kernel, _SCALE, _TILE, matrix=True),
     "top": Case(top_kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"N": 256, "K": 16}),
