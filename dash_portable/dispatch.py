@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from dash_portable import env
-from dash_portable.backends import BACKENDS, SHARED, probe, records
+from dash_portable.backends import BACKENDS, SHARED, probe, records, sources
 from dash_portable.backends.spec import (
     Backend,
     Facts,
@@ -110,7 +110,7 @@ def run_self_test(backend: Backend, platform: Platform) -> str:
             raise
         return "not run: this version has no self-test"
     text = test(backend, platform)
-    records.record_verdict(probe.identity(backend, platform), text)
+    records.record_verdict(probe.tested_as(backend, platform), text)
     return text
 
 
@@ -120,9 +120,8 @@ _plans: dict[tuple[Request, Platform], dict[str, str]] = {}
 def _remembered(request: Request, platform: Platform, backends: tuple[Backend, ...]) -> Facts:
     known = records.read()
     verdicts = {
-        row.entry: known.verdicts.get(" ".join(probe.identity(row, platform)))
+        row.entry: known.verdicts.get(" ".join(probe.tested_as(row, platform)))
         for row in (*backends, *SHARED)
-        if row.self_test
     }
     return Facts(
         self_tests={entry: text for entry, text in verdicts.items() if text is not None},
@@ -170,9 +169,16 @@ def survey(
     platform: Platform,
     backends: tuple[Backend, ...],
     policy: Policy | None = None,
+    *,
+    verdicts: bool = True,
 ) -> Choice:
-    """The choice with every backend that could serve asked whether it imports, for `doctor`."""
+    """The choice with every backend that could serve asked whether it imports, for `doctor`.
+
+    verdicts   False: as if no self-test had been run yet
+    """
     facts = _remembered(request, platform, backends)
+    if not verdicts:
+        facts = replace(facts, self_tests={})
     first = choose(request, platform, backends=backends, facts=facts)
     asked = [one.backend for one in (*first.decisions, *first.stages[0].decisions) if one.ok]
     imports = {row.entry: probe.import_outcome(row, platform).text for row in asked}
@@ -203,6 +209,7 @@ def forget() -> None:
     """Drop remembered choices and refusals, after facts have changed in this process."""
     _choices.clear()
     _plans.clear()
+    sources.forget()
     _table.cache_clear()
 
 

@@ -69,6 +69,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def records_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a test makes the package remember of this machine is not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """The tensors of tests are small: threads that wait for each other cost thirty times more."""
     import torch

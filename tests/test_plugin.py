@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dash_portable import dispatch, explanation, self_test
-from dash_portable.backends import records
+from dash_portable.__main__ import main
+from dash_portable.backends import records, sources
 from dash_portable.errors import UnsupportedError
 from tests.machines import MACHINES, asked
 from tests.paged import Paged
@@ -20,9 +25,28 @@ from tests.prompts import PROMPTS, document
 PACKAGE = Path(__file__).parent / "plugin_backend"
 
 
+MODULES = ("dash_portable_loops", "dash_portable_loops_adapter", "loops_attention")
+
+
+def reloaded() -> None:
+    """As a new process would find it: nothing of the plug-in is loaded or remembered in memory."""
+    for module in MODULES:
+        sys.modules.pop(module, None)
+    importlib.invalidate_caches()
+    dispatch.probe._imports.clear()
+    records._kept.clear()
+    dispatch.forget()
+
+
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """As pip would leave it: the files on the path, their metadata beside them."""
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """As pip would leave it: the files on the path, their metadata beside them. Gives the folder of
+    the files, a copy."""
+    folder = tmp_path / "plugin"
+    folder.mkdir()
+    for file in PACKAGE.glob("*.*"):
+        shutil.copy(file, folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     info = tmp_path / "dash_portable_loops-1.0.dist-info"
     info.mkdir()
     project = (PACKAGE / "pyproject.toml").read_text(encoding="utf-8")
@@ -35,14 +59,12 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     (info / "entry_points.txt").write_text(point, encoding="utf-8")
     metadata = "Metadata-Version: 2.1\nName: dash-portable-loops\nVersion: 1.0\n"
     (info / "METADATA").write_text(metadata, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(PACKAGE))
+    monkeypatch.syspath_prepend(str(folder))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    dispatch.forget()
-    yield
-    dispatch.forget()
-    for module in ("dash_portable_loops", "dash_portable_loops_adapter", "loops_attention"):
-        sys.modules.pop(module, None)
+    reloaded()
+    yield folder
+    reloaded()
 
 
 def test_the_guide_shows_the_package_as_it_is() -> None:
@@ -105,3 +127,105 @@ def test_its_own_check_is_heard() -> None:
     assert dispatch.probe.try_import(row, MACHINES["h200"]).text == "loops_attention is for a CPU"
     with pytest.raises(UnsupportedError):
         dispatch.choice_for(asked(dtype="float32", cache_dtype="float32"), "cpu", backend="loops")
+
+
+# --- what is remembered, and of which source ----------------------------------------------------
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    """Change a file of the plug-in; its version stays."""
+    text = file.read_text(encoding="utf-8")
+    assert old in text
+    file.write_text(text.replace(old, new), encoding="utf-8")
+    reloaded()
+
+
+def chosen() -> str:
+    backend = dispatch.choice_for(asked(head_dim=64), "cpu").backend
+    assert backend is not None
+    return backend.name
+
+
+LIBRARY, WRONG, RIGHT = "loops_attention.py", "1.5 * logit.softmax(0)", "logit.softmax(0)"
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong"),
+    [
+        (LIBRARY, RIGHT, WRONG),
+        ("dash_portable_loops_adapter.py", "self.call.scale", "2 * self.call.scale"),
+    ],
+)
+def test_a_changed_source_is_tested_anew(
+    installed: Path, file: str, right: str, wrong: str
+) -> None:
+    """Whichever way it changed, and without a new version."""
+    assert chosen() == "loops"
+    edit(installed / file, right, wrong)
+    assert chosen() != "loops"
+    edit(installed / file, wrong, right)
+    assert chosen() == "loops"
+
+
+def test_of_an_installed_copy_the_adapter_alone_is_marked(tmp_path: Path) -> None:
+    """Its version tells the rest; in a folder that somebody works in nothing does."""
+    for folder in ("site-packages", "work"):
+        (tmp_path / folder / "some_library/inner").mkdir(parents=True)
+        for name in ("__init__", "adapter", "inner/deep"):
+            (tmp_path / folder / f"some_library/{name}.py").write_text("")
+    counts = []
+    for folder in ("site-packages", "work"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(tmp_path / folder))
+            counts.append(len(sources._files("some_library.adapter")))
+            assert "some_library" not in sys.modules
+    assert counts == [1, 3]
+    assert sources.mark("no_such_library.adapter") == "none"
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    status = main(["doctor", "--json", *options])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def failed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a verdict about what has been mended since: the same key, another answer."""
+    with monkeypatch.context() as patch:
+        patch.setattr(self_test, "run", lambda backend, platform: "wrong by 3e-1")
+        row = next(row for row in dispatch.table() if row.name == "loops")
+        dispatch.run_self_test(row, dispatch.platform_for(None, dispatch.table()))
+    reloaded()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("force", ["", "loops"])
+def test_doctor_tests_again_what_a_verdict_refused(
+    force: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DASH_PORTABLE_BACKEND", force)
+    failed_before(monkeypatch)
+    assert doctor(capsys, "--no-self-test")[0] == (2 if force else 1)
+    status, report = doctor(capsys, "--self-test")
+    assert (status, report["self_tests"]["loops"], report["refused"]) == (0, "", [])
+    assert [choice["chosen"] for choice in report["choices"]] == ["loops", "loops"]
+    reloaded()
+    assert chosen() == "loops"
+
+
+def test_doctor_says_one_thing_of_one_that_fails(
+    installed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its table shows the choice as the tests leave it."""
+    edit(installed / LIBRARY, RIGHT, WRONG)
+    assert main(["doctor"]) == 1
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("loops "))
+    assert "FAILED" in line
+    assert "chosen" not in line
+    assert "found an error of" in line
+    edit(installed / LIBRARY, WRONG, RIGHT)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    line = next(line for line in shown.splitlines() if line.startswith("loops "))
+    assert "passed" in line
+    assert "chosen" in line
+    assert "must pass" not in shown

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from dash_portable.backends import sources
 from dash_portable.backends.spec import Backend, Capability
 from dash_portable.errors import BackendError
 from dash_portable.platform.facts import Platform
@@ -91,6 +92,14 @@ def identity(backend: Backend, platform: Platform) -> tuple[str, ...]:
     present = [text for text in versions if not text.endswith(" None")]
     ours = f"dash-portable {_own_version()}"
     return (backend.name, backend.entry, ours, *present, platform.arch, platform.runtime)
+
+
+def tested_as(backend: Backend, platform: Platform) -> tuple[str, ...]:
+    """What a verdict is about: `identity` and the adapter's source, which may change without a
+    version.
+    """
+    module = backend.entry.partition(":")[0]
+    return (*identity(backend, platform), f"source {sources.mark(module)}")
 
 
 def verified(backend: Backend, platform: Platform) -> bool:

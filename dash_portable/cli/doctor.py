@@ -38,7 +38,8 @@ def _able(platform: Platform, *, unverified: bool) -> dict[str, Backend]:
     """Backends that can serve a typical request here, and so can be tried; the shared layer too.
 
     A library that was never verified here may compile for minutes at its first call, so it is
-    only among them if it would be chosen, which tests it anyway, or if asked for.
+    only among them if it would be chosen, which tests it anyway, or if asked for. A verdict of
+    before keeps nobody away: it may be about what has been mended since.
     """
     from dash_portable.backends import probe, records
     from dash_portable.dispatch import survey, table
@@ -46,10 +47,10 @@ def _able(platform: Platform, *, unverified: bool) -> dict[str, Backend]:
 
     found: dict[str, Backend] = {}
     for request in typical_requests():
-        choice = survey(request, platform, table())
+        choice = survey(request, platform, table(), verdicts=False)
         for one in choice.decisions:
             row = one.backend
-            known = records.verdict(probe.identity(row, platform)) is not None
+            known = records.verdict(probe.tested_as(row, platform)) is not None
             easy = known or not row.self_test or row is choice.backend
             if one.ok and (unverified or easy):
                 found[row.name] = row
@@ -71,6 +72,20 @@ def _tested(*, unverified: bool) -> dict[str, str]:
     return verdicts
 
 
+def _refused(report: dict[str, Any]) -> bool:
+    """Whether a verdict, of now or of before, keeps somebody from serving here."""
+    answers = [
+        one
+        for choice in report["choices"]
+        for decisions in (
+            choice["decisions"],
+            *(stage["decisions"] for stage in choice["stages"].values()),
+        )
+        for one in decisions
+    ]
+    return any(reason["code"] == "self_test" for one in answers for reason in one["rejections"])
+
+
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
     self_test: Annotated[
@@ -85,14 +100,17 @@ def doctor(
 ) -> None:
     """Tell the machine's facts, every backend's reasons, and whether each computes right.
 
-    A poor machine is no error. Status 1 when a backend computes wrongly, 2 when a variable of ours
-    holds something unknown or forces what cannot serve here; that is then the first line.
+    A poor machine is no error. Status 1 when a backend computes wrongly, or did when it was last
+    tested and is refused for that; 2 when a variable of ours holds something unknown or forces what
+    cannot serve here; that is then the first line.
     """
     from dash_portable.cli.terminal import console, write_json
 
     report = _gathered()
     usable = "error" not in report and bool(report["probes"])
     tests = _tested(unverified=self_test) if usable and not no_self_test else {}
+    if tests:  # who is chosen, and why not the others, as the tests leave it
+        report = _gathered()
     report["self_tests"] = tests
     if json:
         write_json(report)
@@ -100,7 +118,7 @@ def doctor(
         _show(console(), report)
     if "error" in report or report["refused"]:
         raise typer.Exit(2)
-    if any(tests.values()):
+    if any(tests.values()) or _refused(report):
         raise typer.Exit(1)
 
 
@@ -152,17 +170,20 @@ def _show_backends(out: Console, report: dict[str, Any]) -> None:
     names = dict.fromkeys(one["backend"] for c in phases.values() for one in c["decisions"])
     for name in names:
         cells, why = [], list[str]()
+        verdict = report["self_tests"].get(name)
         for phase in phases.values():
             one = next(one for one in phase["decisions"] if one["backend"] == name)
             cells.append("chosen" if phase["chosen"] == name else "ok" if one["ok"] else "-")
-            texts = [
-                f"{r['code']}: asked {r['asked']}, offers {r['offers']}" for r in one["rejections"]
-            ]
+            texts = list[str]()
+            for r in one["rejections"]:
+                if r["code"] == "self_test":  # of now or of before
+                    verdict = r["offers"]
+                else:
+                    texts.append(f"{r['code']}: asked {r['asked']}, offers {r['offers']}")
             why += [text for text in [*texts, *one["remarks"]] if text not in why]
-        if set(cells) == {"-"}:
+        if set(cells) == {"-"} and not verdict:
             declined.setdefault("\n".join(why), []).append(name)
             continue
-        verdict = report["self_tests"].get(name)
         said = "not run" if verdict is None else "FAILED" if verdict else "passed"
         style = "bold red" if verdict else "green" if "chosen" in cells else None
         made.add_row(
