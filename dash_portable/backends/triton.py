@@ -48,7 +48,7 @@ class DecodeRunner:
                 step.row_pos, step.row_seq, step.block_table, self._sum, self._mass, ticket,
                 step.block_table.stride(0),
             ),
-            warps=row.dot_warps if step.group > 1 else row.warps,
+            warps=launch.attend_warps(row, step.group, step.dtype.itemsize),
             **({"launch_pdl": True} if dependent else {}),
         )  # fmt: skip
         self._merge = None

@@ -90,10 +90,7 @@ _WIDE_TILES = dict.fromkeys(
     ("gfx1100", "gfx1151", "gfx1201"),
     "a key and a value tile in float32 or as operands of 16 x 16 products, 32 threads a warp",
 )
-_FLOAT32 = dict.fromkeys(
-    ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"),
-    "a register or two, of float32 only",
-)
+_FLOAT32 = dict.fromkeys(("sm86", "sm89", "sm120"), "a register or two, of float32 only")
 
 
 def _types(kernel: Any, dtype: str, consts: Mapping[str, Any]) -> dict[str, str]:
@@ -168,7 +165,7 @@ def _attend_rows(group: int, dtype: str) -> dict[str, tuple[Row, ...]]:
         dependent = any(row.dependent for row in selecting)
         table[arch] = tuple(
             Row(
-                warps=row.dot_warps if group > 1 else row.warps,
+                warps=launch.attend_warps(row, group, 4 if dtype == "fp32" else 2),
                 consts={
                     "SPLIT": row.split,
                     "TICKET": row.ticket,

@@ -49,15 +49,15 @@ class SelectRow(NamedTuple):
 class AttendRow(NamedTuple):
     """Decode attention for up to `programs` pairs of row and kv head; None: any number.
 
-    dot     also one query head of a kv head goes by matrix products, as several do: their loads
-            pass by the registers
+    dot     also one query head of a kv head goes by matrix products, as several do: their loads go
+            to shared memory without waiting in registers. Not in float32
     stages  of loads under way at once in front of matrix products; None: as the compiler likes
     """
 
     programs: int | None = None
     split: int = 4
     warps: int = 1
-    dot_warps: int = 4  # where several query heads of a kv head go by matrix products
+    dot_warps: int = 4  # where several query heads of a kv head go by products; not in float32
     dot: bool = False
     stages: int | None = None
     ticket: bool = False
@@ -109,6 +109,7 @@ ATTEND: Mapping[str, tuple[AttendRow, ...]] = {
 }
 # Triton backends that make another kernel for tensors of less than 2 GB.
 BY_SIZE: Mapping[str, bool] = {"hip": True}
+FLOAT32_WARPS = 8  # of attention by products of float32: tiles take twice the registers
 FIXED_SPLIT = 4  # of the deterministic mode: the same for any batch
 MERGE_WARPS = 2  # of the second launch of selection
 
@@ -128,6 +129,13 @@ def attend_row(arch: str, programs: int, deterministic: bool) -> AttendRow:
         if row.programs is None or programs <= row.programs:
             return row
     raise KeyError(f"no row of ATTEND for {arch}, {programs} programs")
+
+
+def attend_warps(row: AttendRow, group: int, itemsize: int) -> int:
+    """Warps of one program of decode attention, for `group` query heads of a kv head."""
+    if group == 1:
+        return row.warps
+    return row.dot_warps if itemsize < 4 else FLOAT32_WARPS
 
 
 def power_of_two(number: int) -> int:
