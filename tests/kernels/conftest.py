@@ -22,15 +22,17 @@ if INTERPRETED:
 POISON = 0x7FFFFFFF
 
 
+class Generator(torch.Generator):
+    """Of the default device. A type: annotations of what torch imports late name it."""
+
+    def __new__(cls, device: torch.device | None = None) -> "Generator":
+        return super().__new__(cls, device or torch.get_default_device())
+
+
 @pytest.fixture(autouse=True)
 def on_device(monkeypatch: pytest.MonkeyPatch):
     if COMPILED:
-        made = torch.Generator
-
-        def generator(device: torch.device | None = None) -> torch.Generator:
-            return made(device=device or torch.get_default_device())
-
-        monkeypatch.setattr(torch, "Generator", generator)
+        monkeypatch.setattr(torch, "Generator", Generator)
         torch.set_default_device(DEVICE)
     yield
     torch.set_default_device(None)
