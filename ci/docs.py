@@ -65,9 +65,11 @@ _ENVIRONMENT_TAIL = """
 home is to be found, a folder of the user's in the system's temporary one). `doctor` prints its
 place. It is plain JSON with two tables:
 
-* `verdicts`: what the self-test said of a backend, for one version of its library on one kind of
-  device; an empty text is a pass. A backend that nobody ran on an architecture is tested before it
-  is first chosen there, and then never again. Forcing a backend that failed is refused.
+* `verdicts`: what the self-test said of a backend, for one version of its library and of ours, one
+  source of its adapter and one kind of device, which are the key; an empty text is a pass. A
+  backend that nobody ran on an architecture is tested before it first runs there, chosen by itself
+  or forced, and again when its key changes. One that failed is passed over, or refused where it is
+  forced; `doctor --self-test` tests it again and `DASH_PORTABLE_SELF_TEST=0` forces it yet.
 * `measured`: this machine's own figures, written by `bench --record` alone. They decide the order
   of backends here and win over ours.
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dash_portable.backends import BACKENDS, SHARED
-from dash_portable.backends.spec import Backend, Decision, Facts, Measured, Policy, compare
+from dash_portable.backends import BACKENDS, SHARED, probe
+from dash_portable.backends.spec import (
+    Backend,
+    Decision,
+    Facts,
+    Forced,
+    Measured,
+    Policy,
+    compare,
+)
 from dash_portable.choice import Choice, Stage
 from dash_portable.platform.facts import Platform
 from dash_portable.request import Request
@@ -49,9 +57,18 @@ def _decide(
         remarks.append(str(figure))
     elif not rejections and not backend.fallback:
         remarks.append(f"not run by us on {platform.arch}")
-        if backend.self_test and backend.entry not in facts.self_tests:
-            remarks.append("must pass the self-test first")
+    if not rejections and backend.self_test and not probe.verified(backend, platform):
+        remarks += _tested(backend, policy.forced, facts.self_tests.get(backend.entry))
     return Decision(backend=backend, rejections=rejections, remarks=tuple(remarks))
+
+
+def _tested(backend: Backend, forced: Forced | None, verdict: str | None) -> tuple[str, ...]:
+    """A remark on the self-test of a backend that serves, and that has to be tested here."""
+    if forced and forced.untested and backend.is_named(forced.name):
+        if verdict is None:
+            return (f"not self-tested ({forced.untested})",)
+        return (f"failed its self-test ({forced.untested}): {verdict}",) if verdict else ()
+    return ("must pass the self-test first",) if verdict is None else ()
 
 
 def choose(
@@ -108,7 +125,7 @@ def _stages(
         for name, source in policy.disabled
         if not any(row.is_named(name) for row in shared if row.fallback)
     )
-    rules = Policy(disabled=disabled)
+    rules = Policy(forced=forced if forced and forced.untested else None, disabled=disabled)
     decisions = tuple(
         Decision(backend=row, rejections=compare(row, request, platform, rules, facts))
         for row in own or shared

@@ -70,12 +70,13 @@ def policy_of(
         known("DASH_PORTABLE_BACKEND", name)
     forced = None
     written = settings.forced(phase)
+    untested = "" if settings.self_test else settings.source("DASH_PORTABLE_SELF_TEST")
     if backend is not None and backend.upper() != AUTO:
         source, undo = f"backend={backend!r}", f"pass backend={AUTO!r}"
-        forced = Forced(name=known("backend", backend), source=source, undo=undo)
+        forced = Forced(name=known("backend", backend), source=source, undo=undo, untested=untested)
     elif written is not None:
         source, undo = settings.source("DASH_PORTABLE_BACKEND"), "unset DASH_PORTABLE_BACKEND"
-        forced = Forced(name=written.lower(), source=source, undo=undo)
+        forced = Forced(name=written.lower(), source=source, undo=undo, untested=untested)
     if disable is not None:
         disabled = tuple((known("disable", name), f"disable={name!r}") for name in disable)
     else:
@@ -138,7 +139,9 @@ def _more(choice: Choice, facts: Facts) -> Facts | None:
             text = probe.import_outcome(row, platform).text
             return replace(facts, imports={**facts.imports, row.entry: text})
     for row in (choice.layer, choice.backend):
-        if row is None or not row.self_test or choice.forced or row.entry in facts.self_tests:
+        if row is None or not row.self_test or row.entry in facts.self_tests:
+            continue
+        if choice.forced and choice.forced.untested and row.is_named(choice.forced.name):
             continue
         if not probe.verified(row, platform):
             verdict = run_self_test(row, platform)

@@ -51,6 +51,12 @@ VARIABLES = (
         about="pretend this platform in reports; running an op under it raises",
     ),
     Variable(
+        name="DASH_PORTABLE_SELF_TEST",
+        values="0 or 1",
+        about="0: run a forced backend whatever its self-test says or would say; what is chosen by "
+        "itself is tested all the same",
+    ),
+    Variable(
         name="DASH_PORTABLE_LOG",
         values="choice or table",
         about="write each new choice to stderr: its line, or every backend's reasons",
@@ -84,6 +90,7 @@ class Settings:
     """What the environment asked for; None and empty mean that it did not say.
 
     backend   the forced name of each phase, as written
+    self_test   a forced backend is held to its self-test
     sources   variable and value as set, for messages
     """
 
@@ -92,6 +99,7 @@ class Settings:
     fa_version: int | None = None
     deterministic: bool = False
     platform: str | None = None
+    self_test: bool = True
     log: str | None = None
     sources: tuple[tuple[str, str], ...] = ()
 
@@ -179,6 +187,7 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
         fa_version=int(version) if version else None,
         deterministic=choice("DETERMINISTIC", "0", "1") == "1",
         platform=value("PLATFORM") or None,
+        self_test=choice("SELF_TEST", "0", "1") != "0",
         log=choice("LOG", "choice", "table"),
         sources=tuple(sorted(ours.items())),
     )

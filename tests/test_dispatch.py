@@ -640,12 +640,74 @@ def test_a_library_nobody_ran_here_must_pass_the_self_test(library: FakeLibrary)
     assert tested == ["first", "second"]
 
 
-def test_measured_and_forced_libraries_are_not_tested_again(library: FakeLibrary) -> None:
+def test_measured_libraries_are_not_tested_again(library: FakeLibrary) -> None:
     tested = self_test(library, {})
     measured = library.row("first", self_test=True, measured=(figure("x86_64", 1.0),))
     assert name_of(settled((measured,))) == "first"
-    assert name_of(settled((library.row("second", self_test=True),), forced("second"))) == "second"
+    assert name_of(settled((measured,), forced("first"))) == "first"
     assert tested == []
+
+
+MUST = "must pass the self-test first"
+
+
+def remarks(choice: Choice, name: str) -> str:
+    (found,) = (one.remarks for one in choice.decisions if one.backend.name == name)
+    return ", ".join(found)
+
+
+def test_a_forced_library_is_tested_once_and_never_replaced(library: FakeLibrary) -> None:
+    tested = self_test(library, {"second": "wrong by 3e-1"})
+    rows = tuple(library.row(name, self_test=True) for name in ("first", "second"))
+    assert MUST in remarks(
+        choose(asked(), MACHINES["cpu"], forced("first"), backends=rows), "first"
+    )
+    assert MUST in remarks(settled(rows, forced("first")), "second")
+    for _ in range(2):
+        choice = settled(rows, forced("first"))
+        assert name_of(choice) == "first"
+        assert MUST not in remarks(choice, "first")
+        refused = settled(rows, forced("second"))
+        assert name_of(refused) is None
+        head = refused.refusal().splitlines()[0]
+        assert "offers wrong by 3e-1" in head
+        assert "DASH_PORTABLE_SELF_TEST=0 runs it all the same" in head
+        assert tested == ["first", "second"]
+        records._kept.clear()
+
+
+def test_a_forced_library_runs_untested_where_somebody_says_so(library: FakeLibrary) -> None:
+    """Whatever a verdict says; what is chosen by itself has to pass as ever."""
+    tested = self_test(library, {"first": "wrong by 3e-1"})
+    rows = (library.row("first", self_test=True), library.row("second"))
+    library.monkeypatch.setenv("DASH_PORTABLE_SELF_TEST", "0")
+    ours = dispatch.policy_of("decode", dispatch.env.read(), rows, backend="first")
+    choice = settled(rows, ours)
+    assert (name_of(choice), tested) == ("first", [])
+    assert "not self-tested (DASH_PORTABLE_SELF_TEST=0)" in remarks(choice, "first")
+    assert name_of(settled(rows)) == "second"
+    choice = settled(rows, ours)
+    assert (name_of(choice), tested) == ("first", ["first"])
+    assert "failed its self-test (DASH_PORTABLE_SELF_TEST=0): wrong" in remarks(choice, "first")
+
+
+def test_a_layer_is_taken_along_untested_with_its_forced_backend(library: FakeLibrary) -> None:
+    tested = self_test(library, {"first": "wrong by 3e-1"})
+    rows = (library.row("first", self_test=True),)
+    shared = (library.row("first", self_test=True), library.row("plain", fallback=True))
+    library.monkeypatch.setattr(dispatch, "SHARED", shared)
+    library.monkeypatch.setattr(
+        dispatch,
+        "choose",
+        lambda *values, **named: choose(*values, **{**named, "shared": shared}),
+    )
+    policy = forced("first")
+    assert policy.forced is not None
+    untested = replace(policy, forced=replace(policy.forced, untested="because"))
+    choice = settled(rows, untested)
+    assert (name_of(choice), choice.layer, tested) == ("first", shared[0], [])
+    assert settled(rows, policy).layer is None
+    assert settled(rows, untested).layer is shared[0]
 
 
 def test_another_version_than_the_measured_one_is_tested(library: FakeLibrary) -> None:
@@ -712,6 +774,8 @@ def test_nothing_is_tested_while_a_graph_is_captured(library: FakeLibrary) -> No
     row = library.row("first", self_test=True)
     with pytest.raises(BackendError, match="'first': found a graph being captured, needed a step"):
         dispatch.run_self_test(row, MACHINES["mi300x"])
+    with pytest.raises(BackendError, match="'first': found a graph being captured, needed a step"):
+        dispatch.settle(asked(), MACHINES["mi300x"], forced("first"), (row,))
     assert records.read().verdicts == {}
 
 

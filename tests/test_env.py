@@ -38,6 +38,7 @@ def test_the_other_variables() -> None:
             "DASH_PORTABLE_FA_VERSION": "3",
             "DASH_PORTABLE_DETERMINISTIC": "1",
             "DASH_PORTABLE_PLATFORM": "gfx942",
+            "DASH_PORTABLE_SELF_TEST": "0",
             "DASH_PORTABLE_LOG": "Table",
         }
     )
@@ -45,6 +46,7 @@ def test_the_other_variables() -> None:
     assert settings.fa_version == 3
     assert settings.deterministic
     assert settings.platform == "gfx942"
+    assert not settings.self_test
     assert settings.log == "table"
     assert settings.source("DASH_PORTABLE_FA_VERSION") == "DASH_PORTABLE_FA_VERSION=3"
 
@@ -57,6 +59,7 @@ def test_the_other_variables() -> None:
         ("DASH_PORTABLE_BACKEND", "prefill=triton,prefill=eager"),
         ("DASH_PORTABLE_FA_VERSION", "5"),
         ("DASH_PORTABLE_DETERMINISTIC", "yes"),
+        ("DASH_PORTABLE_SELF_TEST", "off"),
         ("DASH_PORTABLE_LOG", "loud"),
     ],
 )

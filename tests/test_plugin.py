@@ -229,3 +229,23 @@ def test_doctor_says_one_thing_of_one_that_fails(
     assert "passed" in line
     assert "chosen" in line
     assert "must pass" not in shown
+
+
+def test_a_forced_plug_in_that_is_wrong_is_an_error(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a fallback, not a wrong answer; and it can be run all the same."""
+    edit(installed / LIBRARY, RIGHT, WRONG)
+    paged = Paged([document(PROMPTS["pages"][:200], seed=3)], 32, "bfloat16")
+    length = len(paged.documents[0].roles)
+    for way in ("argument", "environment"):
+        if way == "environment":
+            monkeypatch.setenv("DASH_PORTABLE_BACKEND", "loops")
+        with pytest.raises(UnsupportedError) as refused:
+            paged.prefill([length], "LOOPS" if way == "argument" else "AUTO")
+        head = str(refused.value).splitlines()[0]
+        assert "found an error of" in head
+        assert "needed at most" in head
+        assert "DASH_PORTABLE_SELF_TEST=0 runs it all the same" in head
+    monkeypatch.setenv("DASH_PORTABLE_SELF_TEST", "0")
+    assert paged.prefill([length], "LOOPS").isfinite().all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -179,11 +179,15 @@ class Backend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forced:
-    """A backend somebody insisted on, and how: `DASH_PORTABLE_BACKEND=triton`."""
+    """A backend somebody insisted on, and how: `DASH_PORTABLE_BACKEND=triton`.
+
+    untested   what lets it run whatever its self-test says, "" where nothing does
+    """
 
     name: str
     source: str
     undo: str
+    untested: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +304,16 @@ def _install(backend: Backend, platform: Platform, facts: Facts) -> tuple[Reject
     return tuple(found)
 
 
+_AGAIN = "DASH_PORTABLE_SELF_TEST=0 runs it all the same, `doctor --self-test` tests it again"
+
+
+def _insisted(found: tuple[Rejection, ...], forced: Forced) -> tuple[Rejection, ...]:
+    """What is missing for a forced backend: its verdict with the way out, or left out."""
+    if forced.untested:
+        return tuple(one for one in found if one.code is not Code.SELF_TEST)
+    return tuple(replace(one, hint=_AGAIN) if one.code is Code.SELF_TEST else one for one in found)
+
+
 def _request(backend: Backend, platform: Platform, request: Request) -> tuple[Rejection, ...]:
     offer, found = backend.capability, list[Rejection]()
     if request.phase not in offer.phases:
@@ -333,9 +347,10 @@ def compare(
     if earlier:
         return earlier
     here = _install(backend, platform, facts)
-    if here and not (policy.forced and backend.is_named(policy.forced.name)):
+    forced = policy.forced if policy.forced and backend.is_named(policy.forced.name) else None
+    if here and not forced:
         return here
-    return here + _request(backend, platform, request)
+    return (_insisted(here, forced) if forced else here) + _request(backend, platform, request)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
