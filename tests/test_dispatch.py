@@ -775,7 +775,7 @@ def test_nothing_is_tested_while_a_graph_is_captured(library: FakeLibrary) -> No
     with pytest.raises(BackendError, match="'first': found a graph being captured, needed a step"):
         dispatch.run_self_test(row, MACHINES["mi300x"])
     with pytest.raises(BackendError, match="'first': found a graph being captured, needed a step"):
-        dispatch.settle(asked(), MACHINES["mi300x"], forced("first"), (row,))
+        settled((row,), forced("first"))
     assert records.read().verdicts == {}
 
 
