@@ -71,8 +71,10 @@ def narrow_addresses(ttir: str, names: Sequence[str]) -> tuple[str, ...]:
         used = re.findall(r"%\w+", operands)
         if name in _SHAPE_ONLY and used and used[0] in origin:
             origin[result] = origin[used[0]]
-        elif name == "arith.muli" and re.search(r"i32>?$", types):
+            continue
+        if name == "arith.muli" and re.search(r"i32>?$", types):
             found |= {f"address: {origin[u]} is multiplied in 32 bits" for u in used if u in origin}
+        origin.pop(result, None)  # regions beside each other use the same names
     return tuple(sorted(found))
 
 
