@@ -44,6 +44,10 @@ def _rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(whole)
 
 
+# Arguments that the decode kernels share, in their order.
+_COMMON = ("row_pos_ptr", "slots_ptr", "roles_ptr", "positions_ptr", "table_ptr", "pages_ptr")
+
+
 class RowSelection:
     """Steps in which every row is alone in its sequence."""
 
@@ -178,12 +182,21 @@ class RowSelection:
                 *layer._sizes, *layer._blocks, layer._given, pages is not None, True,
                 *self._select, heads, parts, row.dependent,
             ),
-            fixed=(
-                layer.query, layer.index_query, layer._turns, *self._common(), self._score,
-                self._group, self._ticket, layer.ids, layer.bias,
-                step.num_rows, self._scores, self._inverse_sigma, step.block_table.stride(0),
-                0 if pages is None else pages.stride(0),
-            ),
+            fixed=dict(zip(_COMMON, self._common(), strict=True)) | {
+                "query_ptr": layer.query,
+                "index_ptr": layer.index_query,
+                "turn_ptr": layer._turns,
+                "score_ptr": self._score,
+                "group_ptr": self._group,
+                "ticket_ptr": self._ticket,
+                "ids_ptr": layer.ids,
+                "bias_ptr": layer.bias,
+                "num_rows": step.num_rows,
+                "max_scores": self._scores,
+                "inv_sigma": self._inverse_sigma,
+                "stride_table": step.block_table.stride(0),
+                "stride_pages": 0 if pages is None else pages.stride(0),
+            },
             warps=row.warps,
         )  # fmt: skip
 

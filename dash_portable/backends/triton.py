@@ -44,10 +44,15 @@ class DecodeRunner:
                 *sizes, *rest, max(power_of_two(step.group), 16), dot, row.ticket, row.stages,
                 step.single_row, dependent,
             ),
-            fixed=(
-                step.row_pos, step.row_seq, step.block_table, self._sum, self._mass, ticket,
-                step.block_table.stride(0),
-            ),
+            fixed={
+                "row_pos_ptr": step.row_pos,
+                "row_seq_ptr": step.row_seq,
+                "table_ptr": step.block_table,
+                "sum_ptr": self._sum,
+                "mass_ptr": self._mass,
+                "ticket_ptr": ticket,
+                "stride_table": step.block_table.stride(0),
+            },
             warps=launch.attend_warps(row, step.group, step.dtype.itemsize),
             **({"launch_pdl": True} if dependent else {}),
         )  # fmt: skip

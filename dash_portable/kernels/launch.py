@@ -8,8 +8,10 @@ A row says what was measured or, where nobody has run it, what compiles within e
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 EVERYWHERE = "*"
 COORDINATES_TILE = 128
 COORDINATES_WARPS = 4
@@ -171,9 +173,8 @@ def turns(theta: float, head_dim: int) -> list[int]:
 
 
 class Launch:
-    """One kernel with its grid, its constants and those of its run-time arguments that never
-    change: `fixed`, by name or, in a tuple, the last of them. Called with the others, in the
-    kernel's order.
+    """One kernel with its grid, its constants and, by name, those of its run-time arguments that
+    never change. Called with the others, in the kernel's order.
 
     A launch through Triton's own door binds and classifies every argument again. Here the compiled
     kernel is kept by what can change between calls: the integers, and types and alignment of the
@@ -192,7 +193,7 @@ class Launch:
         grid: int,
         consts: tuple[Any, ...],
         *,
-        fixed: Mapping[str, Any] | tuple[Any, ...] = (),
+        fixed: Mapping[str, Any] = _NOTHING,
         warps: int,
         stages: int = 0,
         **options: Any,
@@ -205,8 +206,6 @@ class Launch:
             **options,
         }
         names = kernel.arg_names[: len(kernel.arg_names) - len(consts)]
-        if isinstance(fixed, tuple):
-            fixed = dict(zip(names[len(names) - len(fixed) :], fixed, strict=True))
         self._free = tuple(n for n, name in enumerate(names) if name not in fixed)
         self._whole = [*(fixed.get(name) for name in names), *consts]
         self._plain = [*(_plain(fixed.get(name)) for name in names), *consts]

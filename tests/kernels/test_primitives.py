@@ -172,7 +172,7 @@ def streams(monkeypatch):
 def test_a_launch_is_direct_only_where_nothing_differs(streams):
     kernel = Kernel("x", "number", "factor", "y", "rows", "WIDTH", "FLAG")
     x, y = torch.zeros(64), torch.zeros(3)
-    run = launch.Launch(kernel, 7, (64, True), fixed=(y, 9), warps=2, launch_pdl=True)
+    run = launch.Launch(kernel, 7, (64, True), fixed={"y": y, "rows": 9}, warps=2, launch_pdl=True)
     run(x, 3, 0.5)
     run(x, 3, 0.25)
     options = {"num_warps": 2, "launch_pdl": True}
