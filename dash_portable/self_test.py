@@ -9,19 +9,22 @@ ignored, a base or a layout has changed, or that a card or a compiler is wrong.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from dash_portable import reference
-from dash_portable.backends.spec import Backend
+from dash_portable.backends.spec import Backend, Runner, takes
 from dash_portable.cache import CacheShape
 from dash_portable.config import DashConfig
+from dash_portable.errors import BackendError
 from dash_portable.platform.facts import Platform
+from dash_portable.request import Request
 from dash_portable.step import Step, row_positions, rows_of
 
 NAN = float("nan")
+SUMS = 2.0**-15  # of the largest number: logits of some tens and their exponentials in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,10 +45,11 @@ class Case:
 
     def allowed(self) -> float:
         """Twice the error of rounding the exact output once, plus one step of the dtype at its
-        largest."""
+        largest, plus what sums in float32 lose, which is seen in float32 alone."""
         rounded = self.exact.to(self.query.dtype).double()
         step = torch.finfo(self.query.dtype).eps * float(self.exact.abs().max())
-        return 2 * (float((rounded - self.exact).abs().max()) + step)
+        sums = SUMS * float(self.exact.abs().max())
+        return 2 * (float((rounded - self.exact).abs().max()) + step) + sums
 
 
 def make_case(
@@ -157,12 +161,67 @@ def make_case(
     )
 
 
-# What is tried: groups and both phases, cache blocks as large as a sparse block and larger. One
-# dtype and width, since some libraries compile for minutes for each.
-TRIED: tuple[dict[str, Any], ...] = (
-    {"phase": "decode", "group": 2, "block_size": 32},
-    {"phase": "prefill", "group": 1, "block_size": 64},
-)
+# What is tried of what a row declares: each of these once, not each with each, since some libraries
+# compile for minutes for each dtype and width.
+DTYPES = ("bfloat16", "float16", "float32")
+GROUPS = (1, 2, 4)
+WIDTHS = range(64, 257, 16)  # that a configuration may have
+_USUAL, _PAGES = (64, 128), (32, 64)  # cache blocks as large as a sparse block, and larger
+
+
+def _first_of(sizes: frozenset[int] | None, usual: tuple[int, ...]) -> list[int]:
+    """The usual sizes that are offered, or the smallest one that a cache can have."""
+    if sizes is None:
+        return list(usual)
+    found = [size for size in usual if size in sizes]
+    return found or [size for size in sorted(sizes) if size % 32 == 0 or 32 % size == 0][:1]
+
+
+def _widths(offered: frozenset[int] | None) -> list[int]:
+    """64 and 128, the smallest and the largest of the head widths that can be asked; 128 first,
+    then the widest, so that the rarest dtype meets the least of them.
+    """
+    able = [width for width in WIDTHS if offered is None or width in offered]
+    found = {*able[:1], *able[-1:], *(width for width in _USUAL if width in able)}
+    return sorted(found, key=lambda width: (width != 128, -width))
+
+
+def tried(backend: Backend, platform: Platform) -> list[Request]:
+    """Requests that have every dtype and width which the row takes here, and every group, in each
+    of its phases; a few, each a small call.
+    """
+    offer = backend.capability
+    sizes = _first_of(offer.block_sizes, _PAGES)
+
+    def ask(phase: str, dtype: str, width: int, turn: int) -> Request:
+        return Request(
+            phase=phase,
+            dtype=dtype,
+            cache_dtype=dtype,
+            head_dim=width,
+            group_size=GROUPS[turn % len(GROUPS)],
+            block=32,
+            block_size=sizes[turn % len(sizes)],
+        )
+
+    found = list[Request]()
+    for phase in (one for one in ("decode", "prefill") if sizes and one in offer.phases):
+        pairs = [
+            (dtype, width)
+            for dtype in DTYPES
+            for width in _widths(offer.head_dims)
+            if takes(backend, platform, ask(phase, dtype, width, 0))
+        ]
+        missing: set[object] = {one for pair in pairs for one in pair}
+        used = list[tuple[str, int]]()
+        while missing:
+            used.append(max(pairs, key=lambda pair: len(missing.intersection(pair))))
+            missing.difference_update(used[-1])
+        first = 0 if phase == "decode" else 1  # so that a pair does not meet the same group twice
+        turns = range(max(len(used), len(GROUPS))) if used else ()
+        asked = (ask(phase, *used[turn % len(used)], first + turn) for turn in turns)
+        found += [one for one in asked if takes(backend, platform, one)]
+    return found
 
 
 def run(backend: Backend, platform: Platform, device: str | None = None) -> str:
@@ -174,22 +233,47 @@ def run(backend: Backend, platform: Platform, device: str | None = None) -> str:
     place = device or platform.device_type
     # It is run in the middle of somebody's program, whatever this made torch's default device.
     with torch.device("cpu"):
-        test = _run_layer if hasattr(backend.load(), "select") else _run_backend
-        return test(backend, place)
+        if not hasattr(backend.load(), "select"):
+            return _run_backend(backend, platform, place)
+        # What a layer is held to is reckoned as it is written.
+        kind = torch.device(place).type
+        with torch.autocast("cpu", enabled=False), torch.autocast(kind, enabled=False):
+            return _run_layer(backend, place)
 
 
-def _run_backend(backend: Backend, place: str) -> str:
-    offer = backend.capability
-    widths = offer.head_dims or frozenset({128})
-    head_dim = 128 if 128 in widths else max(widths)
-    for tried in TRIED:
-        if tried["phase"] not in offer.phases:
-            continue
-        case = make_case(**tried, dtype=_dtype(backend), head_dim=head_dim, device=place)
-        what = f"{tried['phase']} with {tried['group']} query heads a kv head"
+def _planned(backend: Backend, step: Step) -> Runner | str:
+    """The step's runner, or why the library refuses to plan it: no verdict, since a step that it
+    refuses asks another backend.
+    """
+    try:
+        return backend.load()(step)
+    except BackendError as error:
+        return str(error)
+
+
+def _run_backend(backend: Backend, platform: Platform, place: str) -> str:
+    requests = tried(backend, platform)
+    if not requests:
+        return "nothing to test: no dtype, head width and cache block of its row can be asked here"
+    refused = list[str]()
+    for asked in requests:
+        case = make_case(
+            phase=asked.phase,
+            dtype=getattr(torch, asked.dtype),
+            group=asked.group_size,
+            head_dim=asked.head_dim,
+            block_size=asked.block_size,
+            device=place,
+        )
+        what = f"{asked.phase} of {asked.dtype}, heads of {asked.head_dim}, {asked.group_size} "
+        what += "query heads a kv head"
         out = torch.full_like(case.query, NAN)
         try:
-            backend.load()(case.step).run(case.query, case.cache, case.ids, case.bias, out)
+            runner = _planned(backend, case.step)
+            if isinstance(runner, str):
+                refused.append(f"{what}: {runner}")
+                continue
+            runner.run(case.query, case.cache, case.ids, case.bias, out)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a library raises is its verdict
@@ -199,28 +283,27 @@ def _run_backend(backend: Backend, place: str) -> str:
                 f"{what}: found an error of {case.error(out):.2g} against the oracle, "
                 f"needed at most {case.allowed():.2g}"
             )
-    return ""
-
-
-def _dtype(backend: Backend) -> torch.dtype:
-    offered = backend.capability.dtypes
-    return torch.bfloat16 if offered is None or "bfloat16" in offered else torch.float16
+    return refused[0] if len(refused) == len(requests) else ""
 
 
 def _run_layer(backend: Backend, device: str) -> str:
     from dash_portable.trial.shared import check_layer
 
-    layer: Any = backend.load()
-    try:
-        checks = check_layer(layer, torch.device(device), _dtype(backend))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a compiler or a card may fail with anything
-        return f"store and select: {type(error).__name__}: {error}"
-    for check in checks:
-        if not check.ok:
-            return (
-                f"{check.name}: found an error of {check.error:.2g} against the oracle, "
-                f"needed at most {check.allowed:.2g}"
-            )
+    layer, place = cast("Any", backend.load()), torch.device(device)
+    for dtype in DTYPES:
+        if backend.capability.dtypes is not None and dtype not in backend.capability.dtypes:
+            continue
+        what = f"store and select of {dtype}"
+        try:
+            checks = check_layer(layer, place, getattr(torch, dtype))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a compiler or a card may fail with anything
+            return f"{what}: {type(error).__name__}: {error}"
+        for check in checks:
+            if not check.ok:
+                return (
+                    f"{what}, {check.name}: found an error of {check.error:.2g} against the "
+                    f"oracle, needed at most {check.allowed:.2g}"
+                )
     return ""

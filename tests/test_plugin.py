@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 
 from dash_portable import dispatch, explanation, self_test
 from dash_portable.__main__ import main
-from dash_portable.backends import records, sources
+from dash_portable.backends import BACKENDS, records, sources
+from dash_portable.backends.spec import takes
 from dash_portable.errors import UnsupportedError
 from tests.machines import MACHINES, asked
 from tests.paged import Paged
@@ -221,7 +223,7 @@ def test_doctor_says_one_thing_of_one_that_fails(
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("loops "))
     assert "FAILED" in line
     assert "chosen" not in line
-    assert "found an error of" in line
+    assert "decode of bfloat16, heads of 128" in line
     edit(installed / LIBRARY, WRONG, RIGHT)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
@@ -249,3 +251,106 @@ def test_a_forced_plug_in_that_is_wrong_is_an_error(
         assert "DASH_PORTABLE_SELF_TEST=0 runs it all the same" in head
     monkeypatch.setenv("DASH_PORTABLE_SELF_TEST", "0")
     assert paged.prefill([length], "LOOPS").isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "seen"),
+    [
+        ("q.dtype == torch.float16", "of float16"),
+        ("q.dtype == torch.bfloat16", "of bfloat16"),
+        ("v.shape[-1] in (64, 72)", "heads of 64"),
+        ("v.shape[-1] > 200", "heads of 240"),
+        ("group > 2", "4 query heads a kv head"),
+        ("group == 1", "1 query heads a kv head"),
+    ],
+)
+def test_wrong_in_one_corner_is_seen(installed: Path, wrong: str, seen: str) -> None:
+    """Each dtype, width and group that its row declares is tried."""
+    edit(installed / LIBRARY, RIGHT, f"(1.5 if {wrong} else 1.0) * {RIGHT}")
+    row = next(row for row in dispatch.table() if row.name == "loops")
+    verdict = self_test.run(row, MACHINES["cpu"])
+    assert seen in verdict
+    assert "against the oracle" in verdict
+
+
+@pytest.mark.parametrize("machine", ["h200", "b200", "a100", "mi300x", "b580", "cpu"])
+def test_what_is_tried_of_our_own_rows(machine: str) -> None:
+    """Both phases, every dtype, group and usual width that a row takes there, in a few calls."""
+    for row in BACKENDS:
+        offer = row.capability
+        if offer.vendors is not None and MACHINES[machine].vendor not in offer.vendors:
+            continue
+        found = self_test.tried(row, MACHINES[machine])
+        assert {one.phase for one in found} == {"prefill", "decode"}
+        dtypes = set(self_test.DTYPES) if offer.dtypes is None else set(offer.dtypes)
+        assert {one.dtype for one in found} == dtypes
+        assert {one.group_size for one in found} == set(self_test.GROUPS)
+        widths = {one.head_dim for one in found}
+        assert 64 in widths
+        assert 128 in widths or not takes(row, MACHINES[machine], asked())
+        assert len(found) <= 6
+
+
+def test_a_step_that_a_library_refuses_is_no_verdict(installed: Path) -> None:
+    """It refuses such a step later too, and another backend serves it; but one has to work."""
+    adapter = installed / "dash_portable_loops_adapter.py"
+    refusing = "from dash_portable.errors import BackendError\n"
+    raising = 'raise BackendError("no such kernel")\n        '
+    line = "self.function = function"
+    edit(adapter, "from torch import Tensor\n", f"from torch import Tensor\n{refusing}")
+    edit(adapter, line, f"if call.value_width > 200:\n            {raising}{line}")
+    row = next(row for row in dispatch.table() if row.name == "loops")
+    assert self_test.run(row, MACHINES["cpu"]) == ""
+    edit(adapter, "call.value_width > 200", "True")
+    assert self_test.run(row, MACHINES["cpu"]).endswith("no such kernel")
+
+
+SEGMENTS = """
+from dash_portable.segments import Addressing, Segments
+
+
+class Apart(Library):
+    title = "loops_attention"
+    addressing = Addressing.CLOSED
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+        starts = self.call.starts_k.tolist()
+        group = query.shape[1] // key.shape[1]
+        out = query.new_full((*query.shape[:2], value.shape[-1]), float("nan"))
+        lse = query.new_full((query.shape[1], len(query)), EMPTY).float()
+        for run in range(len(query)):
+            keys, values = (x[starts[run] : starts[run + 1]].float() for x in (key, value))
+            if len(keys):
+                keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+                logits = (keys * query[run].float()).sum(-1) * self.call.scale
+                lse[:, run] = logits.logsumexp(0) + SHIFT
+                out[run] = (logits.softmax(0)[..., None] * values).sum(0).to(out.dtype)
+        return out, lse
+
+
+class Segmented(Segments):
+    library = Apart
+"""
+
+
+@pytest.mark.parametrize("empty", ["0.0", "float('inf')", "float('-inf')", "float('nan')"])
+def test_the_lse_of_a_run_without_keys_may_be_anything(installed: Path, empty: str) -> None:
+    with (installed / "dash_portable_loops_adapter.py").open("a") as file:
+        file.write(SEGMENTS.replace("EMPTY", empty).replace("SHIFT", "0.0"))
+    reloaded()
+    row = next(row for row in dispatch.table() if row.name == "loops")
+    row = replace(row, entry="dash_portable_loops_adapter:Segmented", stages=("gather", "merge"))
+    assert self_test.run(row, MACHINES["cpu"]) == ""
+
+
+def test_an_lse_that_is_not_one_is_seen(installed: Path) -> None:
+    """Of a base that was not told: the segments' shares are wrong."""
+    with (installed / "dash_portable_loops_adapter.py").open("a") as file:
+        file.write(SEGMENTS.replace("EMPTY", "0.0").replace("+ SHIFT", "* 1.4427"))
+    reloaded()
+    row = next(row for row in dispatch.table() if row.name == "loops")
+    row = replace(row, entry="dash_portable_loops_adapter:Segmented", stages=("gather", "merge"))
+    assert "against the oracle" in self_test.run(row, MACHINES["cpu"])

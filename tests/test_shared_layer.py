@@ -86,7 +86,9 @@ def test_what_is_selected_wrong_is_seen(fault: Fault, name: str) -> None:
 def test_the_verdict_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert self_test.run(EAGER, MACHINES["cpu"]) == ""
     row = Backend(name="x", entry="tests.test_shared_layer:Broken", capability=Capability())
-    assert self_test.run(row, MACHINES["cpu"]) == "store and select: KeyError: 'no such arch'"
+    assert self_test.run(row, MACHINES["cpu"]) == (
+        "store and select of bfloat16: KeyError: 'no such arch'"
+    )
 
 
 class Broken(EagerLayer):

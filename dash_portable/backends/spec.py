@@ -337,6 +337,11 @@ def _request(backend: Backend, platform: Platform, request: Request) -> tuple[Re
     return (*found, *(rejection for rejection in refused if rejection is not None))
 
 
+def takes(backend: Backend, platform: Platform, request: Request) -> bool:
+    """Whether a backend declares all that a request asks, wherever it could be installed."""
+    return not _request(backend, platform, request)
+
+
 def compare(
     backend: Backend, request: Request, platform: Platform, policy: Policy, facts: Facts
 ) -> tuple[Rejection, ...]:
