@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from dash_portable.backends.spec import Backend, Code, Decision, Forced, Rejection
 from dash_portable.errors import UnsupportedError
@@ -12,6 +13,10 @@ from dash_portable.platform.facts import Platform
 from dash_portable.request import Request
 
 _WIDTH = 100  # of a line of names
+
+
+# Reasons, and the rows that decline for them.
+_Groups: TypeAlias = list[tuple[tuple[Rejection, ...], list[Backend]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +78,7 @@ class Choice:
         head += f": {'; '.join(said)}" if said else ""
         return f"{head}\n{self}\n{way_out}"
 
-    def declined(self) -> list[tuple[tuple[Rejection, ...], list[Backend]]]:
+    def declined(self) -> _Groups:
         """Who declines, together where the reasons are the same; the forced ones first."""
         groups: dict[tuple[bool, tuple[Rejection, ...]], list[Backend]] = {}
         for one in self.decisions:
@@ -81,6 +86,16 @@ class Choice:
                 key = (not self._is_forced(one.backend), one.rejections)
                 groups.setdefault(key, []).append(one.backend)
         return [(key[1], groups[key]) for key in sorted(groups, key=lambda key: key[0])]
+
+    def rejected(self) -> tuple[_Groups, _Groups]:
+        """`declined` in two parts: the forced ones where nobody is chosen, since that is what was
+        asked about, to be told before those that could serve; and the others.
+        """
+        groups = self.declined()
+        if self.backend is not None:
+            return [], groups
+        own = [group for group in groups if self._is_forced(group[1][0])]
+        return own, groups[len(own) :]
 
     def _is_forced(self, backend: Backend) -> bool:
         return self.forced is not None and backend.is_named(self.forced.name)
@@ -90,19 +105,26 @@ class Choice:
         lines += [f"note      {note}" for note in self.platform.notes]
         able = [one for one in self.decisions if one.ok]
         width = max((len(one.backend.name) for one in able), default=0)
+        own, others = self.rejected()
+        lines += self._told(own)
         for one in able:
             remarks = "".join(f", {remark}" for remark in one.remarks)
             lines.append(f"  {one.backend.name:{width}}  ok{self._mark(one.backend)}{remarks}")
-        for reasons, rows in self.declined():
-            names = ", ".join(row.name for row in rows) + ": rejected"
-            lines += textwrap.wrap(names, _WIDTH, initial_indent="  ", subsequent_indent="  ")
-            lines[-1] += self._mark(rows[0])
-            lines += [f"      {reason}" for reason in reasons]
+        lines += self._told(others)
         for stage in self.stages:
             lines.append(f"stage     {stage.name}: {self._runs(stage)}")
             for one in stage.decisions:
                 lines += [f"      {one.backend.name} {reason}" for reason in one.rejections]
         return "\n".join(lines)
+
+    def _told(self, groups: _Groups) -> list[str]:
+        lines = list[str]()
+        for reasons, rows in groups:
+            names = ", ".join(row.name for row in rows) + ": rejected"
+            lines += textwrap.wrap(names, _WIDTH, initial_indent="  ", subsequent_indent="  ")
+            lines[-1] += self._mark(rows[0])
+            lines += [f"      {reason}" for reason in reasons]
+        return lines
 
     def _runs(self, stage: Stage) -> str:
         if stage.backend is None:

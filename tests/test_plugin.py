@@ -354,3 +354,16 @@ def test_an_lse_that_is_not_one_is_seen(installed: Path) -> None:
     row = next(row for row in dispatch.table() if row.name == "loops")
     row = replace(row, entry="dash_portable_loops_adapter:Segmented", stages=("gather", "merge"))
     assert "against the oracle" in self_test.run(row, MACHINES["cpu"])
+
+
+def test_what_was_forced_is_told_first(installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it cannot serve: before those that nobody asked about, with its reason."""
+    edit(installed / LIBRARY, RIGHT, WRONG)
+    assert main(["explain", "--backend", "loops", "--phase", "decode"]) == 0
+    shown = capsys.readouterr().out
+    first, *others = shown.partition("answer")[2].splitlines()[1:]
+    assert first.split()[:2] == ["rejected", "loops"]
+    assert any(line.startswith("ok") for line in others)
+    told = str(explanation.explain(asked(head_dim=64), backend="loops")).splitlines()
+    rows = [line for line in told if line.startswith("  ") and not line.startswith("   ")]
+    assert rows[0].startswith("  loops: rejected")

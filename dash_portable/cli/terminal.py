@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from dash_portable.backends.spec import Backend, Rejection
 from dash_portable.choice import Choice
 from dash_portable.errors import found_needed
 
@@ -89,8 +90,8 @@ def facts(rows: Mapping[str, object]) -> Table:
 
 
 def choice_table(choice: Choice, title: str = "", *, brief: bool = False) -> Table:
-    """Every backend's answer: those that can serve in the order they are asked, then the others,
-    together where they decline for the same reason.
+    """Every backend's answer: the forced ones where they cannot serve, those that can in the order
+    they are asked, then the others, together where they decline for the same reason.
 
     brief   of those that decline only the family's name
     """
@@ -98,6 +99,15 @@ def choice_table(choice: Choice, title: str = "", *, brief: bool = False) -> Tab
     made.add_column("answer")
     for heading in ("backend", "why"):
         made.add_column(heading, overflow="fold", ratio=1)
+
+    def decline(groups: list[tuple[tuple[Rejection, ...], list[Backend]]], style: str) -> None:
+        for reasons, rows in groups:
+            names = [row.families[-1] if brief and row.families else row.name for row in rows]
+            why = "\n".join(map(str, reasons))
+            made.add_row("rejected", ", ".join(dict.fromkeys(names)), escape(why), style=style)
+
+    own, others = choice.rejected()
+    decline(own, "bold red")
     for one in choice.decisions:
         if not one.ok:
             continue
@@ -109,10 +119,7 @@ def choice_table(choice: Choice, title: str = "", *, brief: bool = False) -> Tab
             escape("\n".join([*first, *one.remarks])),
             style="bold green" if chosen else "green",
         )
-    for reasons, rows in choice.declined():
-        names = [row.families[-1] if brief and row.families else row.name for row in rows]
-        why = "\n".join(map(str, reasons))
-        made.add_row("rejected", ", ".join(dict.fromkeys(names)), escape(why), style="dim")
+    decline(others, "dim")
     return made
 
 
