@@ -17,8 +17,9 @@ from torch import Tensor
 from dash_portable.cache import CacheShape
 from dash_portable.config import DashConfig
 from dash_portable.layer_form import LayerForm, layer_numbers
-from dash_portable.plan import DashStep, SharedLayer
+from dash_portable.plan import DashStep
 from dash_portable.serve import serve, shared_layer
+from dash_portable.shared_layer import SharedLayer
 from dash_portable.step import Step, Trust
 
 NAMESPACE = "dash_portable"

@@ -10,7 +10,7 @@ from dash_portable.request import Request
 if TYPE_CHECKING:
     from dash_portable.backends.spec import Runner
     from dash_portable.choice import Choice
-    from dash_portable.plan import SharedLayer
+    from dash_portable.shared_layer import SharedLayer
     from dash_portable.step import Step
 
 

@@ -15,7 +15,7 @@ from dash_portable.describe import describe
 from dash_portable.document import Document
 from dash_portable.layer_form import LayerForm, layer_numbers
 from dash_portable.pages import prompt_positions
-from dash_portable.plan import SharedLayer
+from dash_portable.shared_layer import SharedLayer
 from dash_portable.step import Step
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch import Tensor
 from dash_portable.backends.spec import Runner
 from dash_portable.choice import Choice
 from dash_portable.config import DashConfig
-from dash_portable.plan import SharedLayer
 from dash_portable.serve import serve
+from dash_portable.shared_layer import SharedLayer
 from dash_portable.step import Step
 from dash_portable.trial.feed import Feed, Ran, watch
 from dash_portable.trial.inputs import layer_inputs

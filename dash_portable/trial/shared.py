@@ -20,7 +20,7 @@ from dash_portable.trial.inputs import LayerInputs, layer_inputs
 from dash_portable.trial.verify import Check, Oracle
 
 if TYPE_CHECKING:
-    from dash_portable.plan import SharedLayer
+    from dash_portable.shared_layer import SharedLayer
 
 _PAGES, _ANSWER = 3, 3  # the answer turns to the first page, and a block is completed on the way
 
