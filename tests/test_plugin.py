@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import runpy
 import shutil
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ import torch
 from dash_portable import dispatch, explanation, self_test
 from dash_portable.__main__ import main
 from dash_portable.backends import BACKENDS, records, sources
-from dash_portable.backends.spec import takes
+from dash_portable.backends.spec import Capability, takes
+from dash_portable.choose import choose
 from dash_portable.errors import UnsupportedError
 from tests.machines import MACHINES, asked
 from tests.paged import Paged
@@ -121,6 +123,29 @@ def test_it_serves_the_calls() -> None:
     again = Paged([document(PROMPTS["pages"][:200], seed=3)], 32, "bfloat16")
     ours, exact = paged.prefill([length], "LOOPS"), again.prefill([length], "EAGER")
     assert torch.allclose(ours.float(), exact.float(), atol=2**-6)
+
+
+def test_the_guides_step_runs(installed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(installed / "try_loops.py"))
+    assert capsys.readouterr().out == "loops torch.Size([300, 2, 64])\n"
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_comes_first_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind what was measured on an architecture, and nowhere once it is disabled."""
+    anywhere = replace(
+        next(row for row in dispatch.table() if row.name == "loops"), capability=Capability()
+    )
+    for machine, place in (("mi300x", True), ("h200", False)):
+        rows = (anywhere, *BACKENDS)
+        names = [
+            one.backend.name for one in choose(asked(), MACHINES[machine], backends=rows).decisions
+        ]
+        assert (names[0] == "loops") is place
+        assert names.index("loops") < names.index("sdpa")
+    assert chosen() == "loops"
+    monkeypatch.setenv("DASH_PORTABLE_DISABLE", "loops")
+    assert chosen() != "loops"
 
 
 @pytest.mark.usefixtures("installed")
