@@ -74,8 +74,6 @@ def narrow_addresses(ttir: str, names: Sequence[str]) -> tuple[str, ...]:
             continue
         if name == "arith.muli" and re.search(r"i32>?$", types):
             found |= {f"address: {origin[u]} is multiplied in 32 bits" for u in used if u in origin}
-        else:  # beside each other, regions give the same name to different values
-            origin.pop(result, None)
         origin.pop(result, None)  # regions beside each other use the same names
     return tuple(sorted(found))
 
