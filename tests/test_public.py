@@ -90,12 +90,12 @@ assert not torch.cuda.is_initialized()
 def test_the_cpu_path_runs_without_any_vendor_library() -> None:
     code = f"""
 import sys
+import torch  # first: on some Pythons it asks itself whether there is a Triton
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {HEAVY[1:2] + HEAVY[3:]!r}:
             raise ImportError(f"{{name}} may not be imported here")
 sys.meta_path.insert(0, Refuse())
-import torch
 from dash_portable import DashConfig, DashStep, empty_cache, prompt_positions
 config = DashConfig(index_dim=64, scale=(20.0,), floor=(1e-4,))
 cache = empty_cache(config, 4, 1, 64, dtype=torch.float32)
