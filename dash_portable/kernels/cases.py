@@ -91,6 +91,7 @@ _WIDE_TILES = dict.fromkeys(
     "a key and a value tile in float32 or as operands of 16 x 16 products, 32 threads a warp",
 )
 _FLOAT32 = dict.fromkeys(("sm86", "sm89", "sm120"), "a register or two, of float32 only")
+_AHEAD = {"sm90": "a register, of float16 only, where the next tile is asked for ahead"}
 
 
 def _types(kernel: Any, dtype: str, consts: Mapping[str, Any]) -> dict[str, str]:
@@ -230,7 +231,7 @@ def _cases() -> dict[str, Case]:
                 dtype,
                 chosen | {"SIDE": False},
                 _select_rows(fused=False),
-            ),
+            )._replace(may_spill=_AHEAD if dtype == "fp16" else {}),
             f"summaries_block_{dtype}": _case(
                 summaries.summaries_block_kernel,
                 dtype,

@@ -14,6 +14,7 @@ RDNA = ("gfx1100", "gfx1151", "gfx1201")
 FLOAT32_FEW = dict.fromkeys(
     ("sm86", "sm89", "sm90", "sm100", "sm120"), "two registers, of float32 only"
 )
+FLOAT32_PAIR = dict.fromkeys(("sm86", "sm89"), "float32 has no matrix units of its own there")
 FLOAT32_SPILLS = dict.fromkeys(RDNA, "float32 without matrix units: for tests, not for speed")
 TILE_SPILLS = dict.fromkeys(RDNA, "a few registers; 64 rows are the tile of all the kernels")
 
@@ -303,7 +304,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
             ),
             matrix=matrix,
             wide=matrix,
-            may_spill=spills,
+            may_spill=spills | (FLOAT32_PAIR if dtype == "fp32" else {}),
         ),
         f"attend_merge_{name}": Case(
             attend_prefill.attend_merge_kernel,

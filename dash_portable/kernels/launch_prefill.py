@@ -108,7 +108,7 @@ FLOAT32 = PrefillRow(
     tile_warps=8,
     tile_stages=1,
     pair_tile=16,
-    pair_warps=8,
+    pair_warps=4,
     pair_stages=1,
 )
 
