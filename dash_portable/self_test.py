@@ -277,6 +277,9 @@ def _run_backend(backend: Backend, platform: Platform, place: str) -> str:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a library raises is its verdict
+            if type(error).__name__ == "OutOfResources":  # Triton's: this card is too small for it
+                refused.append(f"{what}: {error}")
+                continue
             return f"{what}: {type(error).__name__}: {error}"
         if not case.error(out) <= case.allowed():
             return (

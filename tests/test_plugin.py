@@ -330,6 +330,25 @@ def test_a_step_that_a_library_refuses_is_no_verdict(installed: Path) -> None:
     assert self_test.run(row, MACHINES["cpu"]).endswith("no such kernel")
 
 
+def test_a_width_that_a_card_has_no_room_for_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OutOfResources(Exception):  # as Triton's
+        pass
+
+    row = next(row for row in dispatch.table() if row.name == "eager")
+    runner: Any = row.load()
+    run, most = runner.run, 200
+
+    def narrow(self: Any, query: torch.Tensor, *rest: torch.Tensor) -> None:
+        if query.shape[2] > most:
+            raise OutOfResources("out of resource: shared memory")
+        run(self, query, *rest)
+
+    monkeypatch.setattr(runner, "run", narrow)
+    assert self_test.run(row, MACHINES["cpu"]) == ""
+    most = 0
+    assert self_test.run(row, MACHINES["cpu"]).endswith("shared memory")
+
+
 SEGMENTS = """
 from dash_portable.segments import Addressing, Segments
 
