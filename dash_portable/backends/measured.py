@@ -24,11 +24,11 @@ def _prefill(figure: float, versions: str) -> Measured:
     return Measured(arch="sm90", phase="prefill", figure=figure, versions=versions, date=_H200)
 
 
-# benchmarks/vendor_h200.py and benchmarks/tune_prefill.py; bf16, 10 heads of 128.
+# benchmarks/vendor_h200.py, decode_candidates.py and tune_prefill.py; bf16, 10 heads of 128.
 FIGURES: Mapping[str, tuple[Measured, ...]] = {
     "triton": (
-        _decode(51.2, f"{_TORCH}, triton 3.6.0"),
-        _prefill(1224.0, f"{_TORCH}, triton 3.6.0"),
+        _decode(44.4, f"{_TORCH}, triton 3.6.0"),
+        _prefill(1122.0, f"{_TORCH}, triton 3.6.0"),
     ),
     "vllm_flash_attn3_gather": (_decode(151.3, f"{_TORCH}, vllm 0.33.0"),),
     "vllm_flash_attn3_segments": (_decode(280.8, f"{_TORCH}, vllm 0.33.0"),),
