@@ -168,11 +168,13 @@ def attend_shapes(
     chunk.
     """
     tile = launch.attend_tile
-    chunks, chunk_tiles = attend_chunks(num_tiles, heads, width, element, topk, tile, budget)
+    by_block = max_blocks > launch.limit_of(max_blocks)
+    chunks, chunk_tiles = 1, num_tiles
+    if by_block:
+        chunks, chunk_tiles = attend_chunks(num_tiles, heads, width, element, topk, tile, budget)
     keys, pairs = num_seqs * max_blocks, chunk_tiles * tile * topk
-    entries = pairs // launch.pair_tile + min(keys, pairs)
     room = num_tiles * launch.union_room
-    return {
+    shapes = {
         "count": ("int32", (num_tiles, 2)),
         "listed": ("int32", (chunks * chunk_tiles,)),
         "union": ("int32", (room,)),
@@ -181,6 +183,11 @@ def attend_shapes(
         "mass": ("float32", (num_rows, heads)),
         "hist": ("int32", (chunks * (keys + 1),)),
         "rank": ("int32", (num_rows, topk)),
+    }
+    if not by_block:  # no lists, and no partial results, which are nearly all of the memory
+        return shapes
+    entries = pairs // launch.pair_tile + min(keys, pairs)
+    return shapes | {
         "runs": ("int32", (chunks, -(-keys // KEYS), 2)),
         "offset": ("int32", (chunks, keys + 1)),
         "first": ("int32", (chunks, keys + 1)),
@@ -221,14 +228,12 @@ class AttendPrefill:
         self._empty = num_rows == 0
         tiles = groups.get("wide", groups["tiles"])
         num_tiles = tiles.shape[0]
-        self._chunks, keys = scratch["offset"].shape[0], scratch["offset"].shape[1] - 1
-        chunks, self._chunk_tiles = self._chunks, -(-num_tiles // self._chunks)
-        entries = scratch["entry"].shape[1]
-        entry_programs = -(-entries // ENTRIES)
-        runs = scratch["runs"].shape[1]
-        walked = max(h for h in range(1, launch.pair_heads + 1) if heads % h == 0)
         limit = launch.limit_of(max_blocks)
-        self._hist = scratch["hist"] if max_blocks > limit else None
+        self._by_block = max_blocks > limit
+        self._chunks = scratch["offset"].shape[0] if self._by_block else 1
+        chunks, self._chunk_tiles = self._chunks, -(-num_tiles // self._chunks)
+        self._hist = scratch["hist"]
+        keys = self._hist.shape[0] // chunks - 1
         consts = {
             "HQ": heads,
             "G": heads // kv_heads,
@@ -257,8 +262,6 @@ class AttendPrefill:
             "num_tiles": num_tiles,
             "limit": limit,
             "chunk_tiles": self._chunk_tiles,
-            "chunk_pairs": scratch["pair"].shape[1],
-            "entries": entries,
             "listed_count_ptr": scratch["hist"][chunks * keys :],
         } | {f"{name}_ptr": tensor for name, tensor in scratch.items()}
         room = {"ROOM": launch.union_room, "BLOCKS": launch.tile_blocks}
@@ -284,6 +287,14 @@ class AttendPrefill:
             },
             **launch.tile_options,
         )
+        self.sum = self.offset = self.place = self.pair = self.merge = None
+        if not self._by_block:
+            return
+        entries = scratch["entry"].shape[1]
+        entry_programs = -(-entries // ENTRIES)
+        runs = scratch["runs"].shape[1]
+        walked = max(h for h in range(1, launch.pair_heads + 1) if heads % h == 0)
+        fixed |= {"chunk_pairs": scratch["pair"].shape[1], "entries": entries}
         inverted = {"STEP": KEYS, "TILE": launch.pair_tile}
         counted = {
             "hist_ptr": scratch["hist"],
@@ -293,7 +304,6 @@ class AttendPrefill:
             "keys": keys,
             "parts": runs,
         }
-        self.sum = None
         if runs > 1:
             self.sum = made(invert_sum_kernel, runs * chunks, 8, inverted, counted)
         self.offset = made(invert_offset_kernel, runs * chunks, 8, inverted, counted)
@@ -335,7 +345,7 @@ class AttendPrefill:
         if self._empty:
             return
         strides = cache.stride()[:3]
-        if self._hist is None:
+        if not self._by_block:
             self.union(ids, bias, out)
             self.tile(query, cache, out, *strides)
             return

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dash_portable.kernels.launch_prefill import PrefillRow
+from dash_portable.kernels.prefill import attend_shapes
 from tests.kernels.prefill_batch import Batch, Part
 
 BOTH = PrefillRow(tile=16, select_groups=16, union_limit=14, union_all=0, pair_tile=16)
@@ -184,3 +185,15 @@ def test_what_lies_beside_a_sequence_does_not_count() -> None:
     batch.cache[free] = 1e4
     second, _ = batch.attend(launch, groups, ids, bias)
     assert torch.equal(first, second)
+
+
+def test_only_steps_with_lists_take_room_for_partial_results() -> None:
+    launch = BOTH._replace(union_all=96)
+    small, large = (
+        attend_shapes(640, 2, 44, blocks, 10, 64, 2, 12, budget=1 << 30, launch=launch)
+        for blocks in (96, 97)
+    )
+    assert large.keys() - small.keys() == {
+        "runs", "offset", "first", "pair", "entry", "part", "part_mass",
+    }  # fmt: skip
+    assert small.keys() <= large.keys()
