@@ -331,7 +331,7 @@ class Work:
         counts = self.lists["redo_count"]
         few, redone = int(counts[0]) / self.rows, int(counts[1:].sum()) / self.rows
         tiles = self.groups.get("wide", self.groups["tiles"])[:, 0] >= 0
-        counts = self.scratch["count"][tiles]
+        counts = self.scratch["count"][tiles, 0]
         by_block = float((counts < 0).float().mean())
         union = float(counts[counts >= 0].float().mean()) if bool((counts >= 0).any()) else 0.0
         verdict = "ok" if wrong == 0 and error < 2e-2 else "WRONG"

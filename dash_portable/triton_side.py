@@ -113,8 +113,8 @@ class Side:
         """From one layer's cache, after its store."""
         step = self._step
         strides = (*cache.stride()[:3], step.block_table.stride(0))
-        given = step.row_pos if self._given is None else self._given
         if not self._found:
+            given = step.row_pos if self._given is None else self._given
             self._find_pages(
                 self._lengths, cache, step.block_table, given, self.pages, self._end, *strides,
                 0 if self._given is None else given.stride(0), self.pages.stride(0),
