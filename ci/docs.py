@@ -4,14 +4,12 @@
     python -m ci.docs backends dispatch   write these
     python -m ci.docs --check             exit status 1 and a diff when one is not current
     python -m ci.docs --check kernels --targets quick    only these columns of docs/kernels.md
-    python -m ci.docs intel --from DIR    docs/kernels-intel.md, from what the Intel lane left in
-    DIR
+    python -m ci.docs intel --from DIR    docs/kernels-intel.md, from the Intel lane's output
 
-docs/backends.md      from the table of backends
-docs/environment.md   from the table of variables
-docs/kernels.md       by compiling every kernel for every NVIDIA and AMD target (a warm cache makes
-it quick) tests/snapshots/*.txt what is chosen on every machine of tests/machines.py, for a grid of
-requests
+docs/backends.md        from the table of backends
+docs/environment.md     from the table of variables
+docs/kernels.md         by compiling every kernel for every NVIDIA and AMD target
+tests/snapshots/*.txt   what is chosen on every machine of tests/machines.py
 """
 
 from __future__ import annotations

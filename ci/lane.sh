@@ -27,15 +27,18 @@ home=".cache/lanes/$lane"
 asked="$(cat <<<"$row"; cat constraints.txt pyproject.toml; "$python" --version)"
 if [[ "$(cat "$home/asked" 2>/dev/null)" != "$asked" ]]; then
     rm -rf "$home"
-    if [[ "$LANE_TORCH" == image ]]; then
-        "$python" -m venv --system-site-packages "$home"
-    else
-        "$python" -m venv "$home"
-    fi
+    "$python" -m venv "$home"
     pip=("$home/bin/python" -m pip install --quiet)
     # A lane chooses its own torch and Triton: the constraints hold for everything else.
     others="$home/constraints.txt"
     grep -vE '^(torch|triton)==' constraints.txt >"$others"
+    if [[ "$LANE_TORCH" == image ]]; then
+        # The image's torch may live in an environment of its own, of which one made from it knows nothing.
+        packages="$("$home/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+        "$python" -c 'import site; print(*site.getsitepackages(), sep="\n")' >"$packages/image.pth"
+        # An extra that wants another torch fails here instead of replacing it.
+        "$python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >>"$others"
+    fi
     [[ "$LANE_TORCH" =~ ^[0-9] ]] && "${pip[@]}" --constraint "$others" "torch==$LANE_TORCH"
     # torch declares one Triton; the lane's may be another one, on purpose.
     [[ "$LANE_TRITON" =~ ^[0-9] ]] && "${pip[@]}" --no-deps "triton==$LANE_TRITON"

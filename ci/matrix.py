@@ -1,7 +1,7 @@
 """The lanes of ci/vendors.json: checked, listed for people, printed for GitHub.
 
-    python -m ci.matrix                  the matrix as GitHub wants it: {"include": [...]}, lanes
-    that are on python -m ci.matrix --list           every lane, what it checks and why one is off
+    python -m ci.matrix                  the matrix as GitHub wants it, lanes that are on
+    python -m ci.matrix --list           every lane, what it checks and why one is off
     python -m ci.matrix --check          only the check; exit status 1 and one line a finding
     python -m ci.matrix --names          name and Python of the lanes that are on
     python -m ci.matrix --shell LANE     the lane's fields as shell assignments, for ci/lane.sh
@@ -112,6 +112,14 @@ def _findings(lane: Lane, known_extras: set[str], known_steps: set[str]) -> list
         found.append("check: `device` belongs to the lanes of GPUs, and to all of them")
     if device and "self-hosted" not in lane["runner"]:
         found.append("runner: a lane with a device needs a self-hosted label")
+    if lane["image"] and not re.search(r":\S*\d", lane["image"]):
+        found.append(f"image: found {lane['image']!r}, needed a tag with a version")
+    if lane["devices"] and not lane["image"]:
+        found.append("devices: they are a container's options, and the lane has no image")
+    if (lane["index"] == "image") != (lane["torch"] == "image"):
+        found.append("torch: it comes from the image when the index does, and only then")
+    if lane["index"] == "image" and not lane["image"]:
+        found.append("index: torch comes from the image, and the lane has none")
     if lane["vendor"] in ("amd", "intel") and lane["index"] == "default":
         found.append("index: pip's default index would bring CUDA's torch to this vendor")
     return found

@@ -1,8 +1,7 @@
-"""Plant one fault at a time in a copy of the project and ask the lane meant for it: `python -m
-ci.seeded_faults`.
+"""Plant one fault at a time in a copy of the project and ask the lane meant for it.
 
-    python -m ci.seeded_faults              all; the Intel lane's environment is prepared when it is
-    not there python -m ci.seeded_faults offset wheel     those whose name holds one of these words
+    python -m ci.seeded_faults                  all; prepares the Intel lane where it is not there
+    python -m ci.seeded_faults offset wheel     those whose name holds one of these words
 
 A fault counts as caught when the lane's own command fails and says why, and passes on the untouched
 copy. A planted text that no longer finds its place is an error of this file, never a pass. The
@@ -100,7 +99,7 @@ FAULTS = (
     ),
     Fault(
         name="tl.topk, which Intel's Triton lacks",
-        lane="intel",
+        lane="intel-simulated",
         path=f"{KERNELS}/merge.py",
         old="top = tl.max(lse, 0)",
         new="top = tl.max(tl.topk(lse, 2), 0)",
@@ -118,7 +117,7 @@ FAULTS = (
     ),
     Fault(
         name="vendor branch in a kernel",
-        lane="cpu",
+        lane="cpu-py311",
         path=f"{KERNELS}/merge.py",
         old="    n = (tl.program_id(0) // HQ).to(tl.int64)\n",
         new="    IS_HIP: tl.constexpr = D == 128\n    n = (tl.program_id(0) // HQ).to(tl.int64)\n",
@@ -229,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("words", nargs="*")
     words = parser.parse_args(argv).words
     chosen = [f for f in FAULTS if not words or any(word in f.name for word in words)]
-    if any(fault.lane == "intel" for fault in chosen):
+    if any(fault.lane == "intel-simulated" for fault in chosen):
         subprocess.run(["bash", "ci/intel/prepare.sh"], cwd=ROOT, check=True)
     lines = ["| fault | lane | caught | seconds | its words |", "|---|---|---|---|---|"]
     caught = 0

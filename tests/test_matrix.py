@@ -6,15 +6,20 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
-from ci import matrix, prove
+from ci import matrix, prove, seeded_faults
+from dash_portable import current_platform
 from dash_portable.platform.facts import Vendor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +54,11 @@ def test_lanes_are_right():
         ("amd-gfx942", {"extra": "rocm"}, "extra: pyproject.toml has no extra 'rocm'"),
         ("amd-gfx942", {"runner": ["ubuntu-24.04"]}, "runner: a lane with a device"),
         ("amd-gfx942", {"runner": []}, "runner: no label"),
+        ("amd-gfx942", {"image": "rocm/pytorch:latest"}, "image: found 'rocm/pytorch:latest'"),
+        ("amd-gfx942", {"image": "rocm/pytorch"}, "image: found 'rocm/pytorch'"),
+        ("amd-gfx942", {"image": ""}, "index: torch comes from the image, and the lane has none"),
+        ("intel-bmg", {"image": ""}, "devices: they are a container's options"),
+        ("intel-bmg", {"torch": "2.13.0"}, "torch: it comes from the image when the index does"),
         ("audit", {"check": "adit"}, "check: ci/test.sh has no step adit"),
         ("audit", {"check": "device"}, "check: `device` belongs to the lanes of GPUs"),
         ("intel-bmg", {"check": "cpu"}, "check: `device` belongs to the lanes of GPUs"),
@@ -179,3 +189,151 @@ def test_lane_on_its_own_machine_is_proven():
 def test_lane_elsewhere_is_red(platform: dict[str, str], versions: dict[str, str], said: str):
     found = prove.findings(SM90, {"platform": platform}, versions)
     assert any(text.startswith(said) for text in found), found
+
+
+def test_workflow_gives_each_lane_its_machine_and_no_more():
+    """What a lane asks for is what its job gets; nothing but reading is allowed, to any job."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    job = workflow["jobs"]["lane"]
+    assert job["runs-on"] == "${{ matrix.runner }}"
+    assert job["container"] == "${{ matrix.container }}"
+    assert job["timeout-minutes"] == "${{ matrix.minutes }}"
+    assert "if" not in job
+    # YAML reads `on` as true.
+    assert set(workflow[True]) == {"push", "pull_request", "workflow_dispatch"}
+    for one in workflow["jobs"].values():
+        assert "permissions" not in one
+        for step in one["steps"]:
+            assert not step.get("continue-on-error")
+            if step.get("uses", "").startswith("actions/checkout@"):
+                assert step["with"] == {"persist-credentials": False}
+
+
+PRETENDED = """#!/usr/bin/env bash
+# A Python whose `venv` and `pip` only write down what they are asked, and whose doctor was here.
+case "$*" in
+    "-m venv "*)
+        mkdir -p "$3/bin" "$3/packages"
+        cp "$0" "$3/bin/python"
+        echo "venv" >>"$ASKED" ;;
+    "-m dash_portable doctor --json") cat "$DOCTOR" ;;
+    "-m pip "*) echo "${*:3}" >>"$ASKED" ;;
+    *purelib*) echo "$(dirname "$(dirname "$0")")/packages" ;;
+    *) exec "$REAL" "$@" ;;
+esac
+"""
+
+
+@pytest.fixture(scope="module")
+def doctor(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What doctor says of this machine: it looks at every library, for some seconds."""
+    path = tmp_path_factory.mktemp("doctor") / "doctor.json"
+    command = [sys.executable, "-m", "dash_portable", "doctor", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    path.write_text(done.stdout)
+    return path
+
+
+@pytest.fixture
+def lanes_run_dry(tmp_path: Path, doctor: Path):
+    """Runs ci/lane.sh whole, but for what pip would install and what ci/test.sh would check."""
+    shutil.copytree(ROOT / "ci", tmp_path / "ci", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("dash_portable", "constraints.txt", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    checks = tmp_path / "ci" / "test.sh"
+    checks.write_text(
+        f'[[ "$1" == --list ]] && exec bash {ROOT}/ci/test.sh --list\n'
+        'echo "checked $*"\nexit "${FAILING:-0}"\n'
+    )
+    python = tmp_path / "python"
+    python.write_text(PRETENDED)
+    python.chmod(0o755)
+
+    def run(lane: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        asked = tmp_path / "asked"
+        asked.write_text("")
+        done = subprocess.run(
+            ["bash", "ci/lane.sh", lane],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PYTHON": str(python),
+                "REAL": sys.executable,
+                "ASKED": str(asked),
+                "DOCTOR": str(doctor),
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done, asked.read_text().splitlines()
+
+    return run
+
+
+OTHER = "amd" if current_platform().vendor != Vendor.AMD else "intel"
+
+
+@pytest.mark.parametrize("lane", [lane["lane"] for lane in LANES if lane["vendor"] == OTHER][:1])
+def test_a_lane_whose_device_is_missing_is_red(lanes_run_dry, lane: str):
+    done, _ = lanes_run_dry(lane)
+    assert done.returncode != 0
+    assert f"vendor: the lane is for {OTHER}, doctor sees" in done.stderr
+    assert f"lane {lane} FAILED. Run it locally: bash ci/lane.sh {lane}" in done.stderr
+    assert "checked" not in done.stdout  # nothing is run on another machine than the lane's
+
+
+def test_a_lane_takes_torch_from_its_image(lanes_run_dry, tmp_path: Path):
+    _, asked = lanes_run_dry("amd-gfx942")
+    assert not [line for line in asked if " torch==" in line or " triton==" in line]
+    home = tmp_path / ".cache" / "lanes" / "amd-gfx942"
+    found = (home / "packages" / "image.pth").read_text().splitlines()
+    assert str(Path(torch.__file__).parent.parent) in found
+    pinned = f"torch=={version('torch')}"
+    assert pinned in (home / "constraints.txt").read_text().splitlines()
+
+
+@pytest.mark.skipif(current_platform().vendor != Vendor.CPU, reason="a lane of a CPU is run")
+def test_a_lane_installs_checks_and_shows_the_choice(lanes_run_dry):
+    installed = {name: version(name).partition("+")[0] for name in ("torch", "triton")}
+    lane = next(
+        (one for one in LANES if one["check"] == "cpu" and {**one, **installed} == one), None
+    )
+    if lane is None:
+        pytest.skip(f"no lane of {installed}")
+    done, asked = lanes_run_dry(lane["lane"])
+    assert done.returncode == 0, done.stderr
+    assert asked[0] == "venv"
+    assert asked[1].endswith(f"torch=={lane['torch']}")
+    assert asked[2].endswith(f"--no-deps triton=={lane['triton']}")
+    assert asked[3].endswith(".[test,cli,plot]")
+    assert "checked cpu" in done.stdout
+    assert "prefill" in done.stdout.partition("checked cpu")[2]  # the decision table
+    again, asked = lanes_run_dry(lane["lane"], FAILING="1")
+    assert asked == []  # the environment is kept
+    assert again.returncode != 0
+    assert f"Run it locally: bash ci/lane.sh {lane['lane']}" in again.stderr
+
+
+def test_a_failing_step_is_red_and_named():
+    """The other steps are run all the same."""
+    command = ["bash", "ci/test.sh", "docs", "matrix"]
+    broken = {**os.environ, "PYTHON": "false"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=broken, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    for step in ("docs", "matrix"):
+        assert f"FAILED {step}. Run it locally: bash ci/test.sh {step}" in done.stderr
+    assert "== times: install 0 s, docs 0 s, matrix 0 s" in done.stdout
+
+
+@pytest.mark.parametrize("fault", seeded_faults.FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_still_finds_its_place(fault: seeded_faults.Fault):
+    assert fault.lane in {lane["lane"] for lane in LANES}
+    if fault.old:
+        assert (ROOT / fault.path).read_text().count(fault.old) == 1
+    if "--only" in fault.command:
+        CASES = pytest.importorskip("dash_portable.kernels.cases").CASES
+        assert fault.command[list(fault.command).index("--only") + 1] in CASES
