@@ -4,6 +4,7 @@ purpose.
 
 from __future__ import annotations
 
+import ast
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,9 @@ from dash_portable.platform.facts import ARCHS, Vendor
 
 pytest.importorskip("triton", reason="compiling needs Triton, which is built for Linux only")
 
+from dash_portable.kernels.cases import CASES
+
+ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = "tests.audit_samples.kernels:CASES"
 NO_LINKER = "Triton 3.4 brings no linker for AMD: it compiles for NVIDIA alone"
 LINKS_AMD = not version("triton").startswith("3.4.")
@@ -81,10 +85,21 @@ def test_wrong_kernel_is_noticed(cache: Path, case: str, target: str, said: str)
     assert any(text.startswith(said) for text in row.problems), row.problems
 
 
-def test_slow_compile_is_ended(cache: Path):
-    (row,) = audit.run_audit(["sm90"], ["slow"], limit=1, cache=cache, cases=SAMPLES)
-    assert row.problems == ("time: not compiled within 1 s",)
-    assert row.seconds < 10
+@pytest.mark.parametrize(
+    ("case", "limit", "said"),
+    [
+        ("slow", 1, "time: not compiled within 1 s of processor time"),
+        ("waiting", 0.1, "time: not compiled within 1 s"),
+        # It waited longer than its limit, but worked less.
+        ("waiting", 1, "compile: AttributeError: 'WaitingKernel' object has no attribute"),
+    ],
+    ids=["works", "waits-for-ever", "waits"],
+)
+def test_slow_compile_is_ended(cache: Path, case: str, limit: float, said: str):
+    (row,) = audit.run_audit(["sm90"], [case], limit=limit, cache=cache, cases=SAMPLES)
+    (text,) = row.problems
+    assert text.startswith(said)
+    assert row.seconds < 60
 
 
 def test_launch_rows_are_per_target(cache: Path):
@@ -158,6 +173,17 @@ def test_unknown_names_raise_with_the_nearest(cache: Path):
 def test_broken_table_raises_with_its_words():
     with pytest.raises(BackendError, match="No module named 'no_such_module'"):
         audit.run_audit(["sm90"], cases="no_such_module:CASES")
+
+
+def test_every_kernel_has_a_case():
+    """One that is compiled for nobody is held to nothing."""
+    names = set()
+    for path in (ROOT / "dash_portable" / "kernels").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                names.add((path.stem, node.name))
+    kernels = [case.kernel.fn for case in CASES.values()]
+    assert {(fn.__module__.rpartition(".")[2], fn.__name__) for fn in kernels} == names
 
 
 def test_limits_are_data():

@@ -22,7 +22,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", type=_names, help="comma list of cases")
     parser.add_argument("--jobs", type=int, default=1, help="compiles at a time")
-    parser.add_argument("--limit", type=float, default=120, help="seconds for one compile")
+    parser.add_argument(
+        "--limit", type=float, default=120, help="seconds of processor time for one"
+    )
     parser.add_argument("--cache", help="folder of Triton's cache to use and keep")
     parser.add_argument("--cases", default=CASES, help="module:NAME of the table of cases")
     parser.add_argument("--warps", type=int, help="instead of each launch row's own")

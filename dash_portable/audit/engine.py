@@ -87,7 +87,8 @@ def run_audit(
               of Triton (ci/intel)
     only      names of cases; None is all of them
     jobs      compiles at a time
-    limit     seconds one compile may take; a slower one is ended, and that is a problem of its row
+    limit     seconds of processor time one compile may take (and ten times as long by the clock); a
+              slower one is ended, and that is a problem of its row
     cache     folder of Triton's cache to use and keep; None is Triton's own place
     cases     `module:NAME` of the table
     dump      folder for what each compile made (ptx, cubin, amdgcn, hsaco, spv, ...), and a JSON

@@ -16,7 +16,7 @@ def audit(
     ] = "all",
     only: Annotated[str, typer.Option(help="Comma list of cases; all if empty.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Compiles at a time.")] = 1,
-    limit: Annotated[float, typer.Option(help="Seconds for one compile.")] = 120,
+    limit: Annotated[float, typer.Option(help="Seconds of processor time for one compile.")] = 120,
     json: Annotated[bool, typer.Option("--json", help="JSON instead of lines.")] = False,
 ) -> None:
     """Compile every kernel for every card, without the cards; status 1 when one does not fit."""

@@ -64,11 +64,22 @@ def refused_kernel(x_ptr, y_ptr, N: tl.constexpr):
 
 
 class SlowKernel:
-    """Stands for a kernel whose compile does not end."""
+    """Stands for a kernel whose compile does not end, though it has a processor for itself."""
 
     @property
     def arg_names(self) -> list[str]:
-        time.sleep(60)
+        end = time.process_time() + 60
+        while time.process_time() < end:
+            pass
+        return []
+
+
+class WaitingKernel:
+    """Stands for a kernel whose compile waits, for a processor or for ever."""
+
+    @property
+    def arg_names(self) -> list[str]:
+        time.sleep(3)
         return []
 
 
@@ -110,4 +121,5 @@ CASES = {
     ),
     "refused": Case(refused_kernel, {"x_ptr": "*fp32", "y_ptr": "*fp32"}, {"N": 4}),
     "slow": Case(SlowKernel(), {}),
+    "waiting": Case(WaitingKernel(), {}),
 }
