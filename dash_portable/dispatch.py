@@ -209,9 +209,10 @@ _choices: dict[tuple[Request, Platform, Policy], Choice] = {}
 
 
 def forget() -> None:
-    """Drop remembered choices and refusals, after facts have changed in this process."""
+    """Drop remembered choices, imports and refusals, after facts have changed in this process."""
     _choices.clear()
     _plans.clear()
+    probe.forget()
     sources.forget()
     _table.cache_clear()
 

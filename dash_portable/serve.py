@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dash_portable import dispatch, env
+from dash_portable.platform.detect import is_capturing
 from dash_portable.request import Request
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ def request_of(step: Step) -> Request:
         group_size=step.group,
         block=step.config.block,
         block_size=step.block_size,
-        # Nothing is captured on a CPU: such a step is only refilled.
-        graph=step.graph and step.device.type != "cpu",
+        # Nothing is captured on a CPU: such a step is only refilled. A call may be captured without
+        # having said so: whoever cannot be has to refuse then, too.
+        graph=(step.graph or is_capturing()) and step.device.type != "cpu",
         deterministic=step.deterministic,
     )
 

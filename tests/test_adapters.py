@@ -243,9 +243,13 @@ def run_misread(entry: str, case: Case, what: str) -> torch.Tensor:
 def test_a_misread_lse_is_caught(
     fake: Fake, entry: str, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Transposed, or of the other base: for every way that merges by it."""
+    """Transposed, which its shape tells, or of the other base: for every way that merges by it."""
     fake.install(monkeypatch, tmp_path)
     case = make_case(group=2)
+    if what == "layout":
+        with pytest.raises(BackendError, match=r"found a log-sum-exp of \(\d+, \d+\)"):
+            run_misread(entry, case, what)
+        return
     out = run_misread(entry, case, what)
     assert not case.error(out) <= case.allowed()
 
@@ -259,8 +263,8 @@ def test_xpu_versions_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         arch=xpu.OLD.arch,
     )
     wrong.install(monkeypatch, tmp_path)
-    case = make_case()
-    assert not case.error(run("dash_portable.backends.xpu:Segmented", case)) <= case.allowed()
+    with pytest.raises(BackendError, match=r"found a log-sum-exp of \(78, 2\)"):
+        run("dash_portable.backends.xpu:Segmented", make_case())
 
 
 @pytest.mark.parametrize("ignored", ["block_table", "seqused_k"])
@@ -312,6 +316,17 @@ def test_xpu_refuses_the_slow_stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert case.error(run("dash_portable.backends.xpu:Segmented", case)) <= case.allowed()
 
 
+def test_xpu_refuses_a_stand_in_whose_use_is_not_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Renamed in a later version, the note could no longer tell which kernel ran."""
+    made = xpu.PARTLY.install(monkeypatch, tmp_path)["vllm_xpu_kernels.flash_attn_interface"]
+    del made._warned_missing_configs
+    monkeypatch.setattr(made, "_fallback_varlen_attn", print, raising=False)
+    with pytest.raises(BackendError, match="no note of its use"):
+        runner_of("dash_portable.backends.xpu:Segmented")(make_case().step)
+
+
 @pytest.mark.parametrize("name", ["Gathered", "Paged"])
 def test_a_build_that_fails_is_a_refusal(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -335,7 +350,7 @@ def test_plans_are_kept_a_few_and_shared(monkeypatch: pytest.MonkeyPatch, tmp_pa
     module = flashinfer.V06.install(monkeypatch, tmp_path)["flashinfer"]
     adapter = importlib.import_module("dash_portable.backends.flashinfer")
     kind = module.BatchPrefillWithRaggedKVCacheWrapper
-    plan, made, rooms = kind.plan, list[object](), set[int]()
+    plan, made, rooms = kind.plan, list[object](), list[torch.Tensor]()
 
     def counted(self: Any, *args: Any, **options: Any) -> None:
         made.append(self)
@@ -344,7 +359,7 @@ def test_plans_are_kept_a_few_and_shared(monkeypatch: pytest.MonkeyPatch, tmp_pa
     init = kind.__init__
 
     def spied(self: Any, workspace: torch.Tensor, *args: Any, **options: Any) -> None:
-        rooms.add(workspace.data_ptr())
+        rooms.append(workspace)  # held: a place that was given back would be given again
         init(self, workspace, *args, **options)
 
     monkeypatch.setattr(kind, "plan", counted)
@@ -358,7 +373,8 @@ def test_plans_are_kept_a_few_and_shared(monkeypatch: pytest.MonkeyPatch, tmp_pa
         runner(make_case(group=group).step)
     assert adapter._plan_ragged.cache_info().currsize == adapter.PLANS
     assert runner(case.step).planned.wrapper is not first.planned.wrapper
-    assert len(rooms) == 1
+    assert len(rooms) == adapter.PLANS + 2
+    assert len({room.data_ptr() for room in rooms}) == 1
 
 
 def test_plans_stay_on_the_host_whatever_torchs_default_device_is() -> None:
@@ -394,6 +410,24 @@ def test_a_plan_inside_a_graph_is_its_own_and_stays(
         assert len(set(map(id, planned))) == 3
     assert len(adapter._PINNED) == 4
     assert adapter._plan_ragged.cache_info().currsize == 1
+
+
+def test_a_plan_that_a_capture_meets_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`paged_dash_decode` and `flash_dash_attention` are captured without being told: the plan that
+    the graph reads outlives the cache of plans and the runner."""
+    flashinfer.V06.install(monkeypatch, tmp_path)
+    adapter = importlib.import_module("dash_portable.backends.flashinfer")
+    monkeypatch.setattr(adapter, "_PINNED", [])
+    case = make_case()
+    for name in ("Gathered", "Paged"):
+        runner = runner_of(f"dash_portable.backends.flashinfer:{name}")
+        warm = runner(case.step).planned
+        assert not [one for one in adapter._PINNED if one is getattr(warm, "wrapper", warm)]
+        with monkeypatch.context() as capture:
+            capture.setattr(adapter, "is_capturing", lambda: True)
+            for _ in range(2):  # layers
+                runner(case.step)
+    assert len(adapter._PINNED) == 2
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 import dash_portable
-from dash_portable.backends import BACKENDS, flash_attn, flash_versions, probe
+from dash_portable.backends import BACKENDS, flash_attn, flash_versions, imports, probe
 from dash_portable.backends.flash_attn_cute import FlashAttentionCuTeDSLCompileSpec
 from dash_portable.backends.spec import Backend
 from dash_portable.errors import ArgumentError, BackendError
@@ -33,6 +34,8 @@ from tests.fakes.machine import Fake, package
 from tests.machines import MACHINES
 
 ROWS = {row.name: row for row in BACKENDS}
+# The machines, and one whose architecture is another of the same family.
+PLACES = {**MACHINES, "thor": replace(MACHINES["b200"], arch="sm110")}
 # fake, machine, a row of it
 SEEN: tuple[tuple[Fake, str, str], ...] = (
     (flash_attn2.CUDA, "h200", "flash_attn2_gather"),
@@ -120,6 +123,59 @@ class _Breaks:
         raise self.error
 
 
+@pytest.mark.parametrize(
+    ("name", "machine", "root", "leaf"),
+    [
+        ("aiter_gather", "mi300x", "aiter", "ops/mha.py"),
+        ("aiter_rdna_gather", "strix-halo", "aiter", "ops/triton/mha.py"),
+        ("flash_attn3_in_place", "h200", "flash_attn_3", "flash_attn_interface.py"),
+        ("vllm_flash_attn3_gather", "h200", "vllm", "vllm_flash_attn/__init__.py"),
+    ],
+)
+def test_no_half_of_a_library_stays(
+    name: str,
+    machine: str,
+    root: str,
+    leaf: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """A package on disk that stops after it has imported parts of itself, and the same when it is
+    whole again."""
+    for module in [*sys.modules]:
+        if module.partition(".")[0] in (root, "flash_attn_interface"):
+            monkeypatch.delitem(sys.modules, module)
+    file = tmp_path / root / leaf
+    file.parent.mkdir(parents=True)
+    for folder in (file.parent, *file.parent.parents):
+        if folder == tmp_path:
+            break
+        (folder / "__init__.py").touch()
+    (tmp_path / root / "core.py").touch()
+    file.write_text(f"import {root}.core\nraise KeyError('gfx1099')\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "KeyError: 'gfx1099'" in outcome(name, machine)
+    assert f"{root}.core" not in sys.modules  # which was whole; its use was not
+    file.write_text(f"import {root}.core\n", encoding="utf-8")
+    importlib.invalidate_caches()
+    assert "KeyError" not in outcome(name, machine)
+    for module in [*sys.modules]:
+        if module.partition(".")[0] == root:
+            del sys.modules[module]
+
+
+def test_a_missing_leaf_leaves_the_rest_of_a_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What stands above a module that does not exist is whole, and is not imported twice."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole/__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "No module named 'whole.leaf'" in imports.reason(("whole.leaf", "attend", ()))
+    assert "whole" in sys.modules
+    monkeypatch.delitem(sys.modules, "whole")
+
+
 def test_aiter_of_iterators_is_not_amds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     aiter.IMPOSTOR.install(monkeypatch, tmp_path)
     assert "aiter.ops" in outcome("aiter_gather", "mi300x")
@@ -180,7 +236,7 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
             monkeypatch.setitem(sys.modules, name, None)
         for fake in fakes:
             fake.install(monkeypatch, tmp_path)
-        monkeypatch.setattr(flash_versions, "current_platform", lambda: MACHINES[machine])
+        monkeypatch.setattr(flash_versions, "current_platform", lambda: PLACES[machine])
 
     monkeypatch.delenv("DASH_PORTABLE_FA_VERSION", raising=False)
     return be
@@ -197,7 +253,10 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
         ("h200", (vllm_flash_attn.SM90,), {"head_size": 128}, 3),
         ("b200", (vllm_flash_attn.SM100,), {}, 4),
         ("b200", (vllm_flash_attn.SM100,), {"head_size": 192}, 2),
-        ("b200", (vllm_flash_attn.SM100,), {"head_size": 256}, 4),
+        ("b200", (vllm_flash_attn.SM100,), {"head_size": 256}, 2),
+        ("b200", (vllm_flash_attn.SM100,), {"head_size": 128}, 4),
+        ("thor", (vllm_flash_attn.SM100,), {}, 2),
+        ("t4", (flash_attn2.CUDA,), {}, None),
         ("b200", (flash_attn4.B36,), {"requires_alibi": True}, None),
         ("a100", (vllm_flash_attn.SM80,), {}, 2),
         ("rtx5090", (flash_attn2.CUDA, flash_attn3.MAIN), {}, 2),
@@ -224,6 +283,7 @@ def test_flash_attn_version(
         ("h200", "2", 2),
         ("h200", "4", 4),
         ("b200", "3", 4),
+        ("thor", "3", 4),
         ("a100", "4", None),
         ("a100", "3", None),
     ],
@@ -235,7 +295,8 @@ def test_flash_attn_version_by_the_environment(
     version: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    offers = {"h200": vllm_flash_attn.SM90, "b200": vllm_flash_attn.SM100}
+    blackwell = vllm_flash_attn.SM100
+    offers = {"h200": vllm_flash_attn.SM90, "b200": blackwell, "thor": blackwell}
     on(machine, offers.get(machine, vllm_flash_attn.SM80))
     monkeypatch.setenv("DASH_PORTABLE_FA_VERSION", wanted)
     assert dash_portable.get_flash_attn_version() == version

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dash_portable import dispatch, env, explanation
+from dash_portable import dispatch, env, explanation, serve
 from dash_portable.backends import BACKENDS, SHARED, probe, records
 from dash_portable.backends.spec import (
     Backend,
@@ -841,6 +841,43 @@ def test_a_change_of_the_environment_takes_effect_at_the_next_choice(
     for name in ("second", "full", "second"):
         monkeypatch.setenv("DASH_PORTABLE_BACKEND", name)
         assert name_of(dispatch.choice_for(asked(), "cpu")) == name
+
+
+def test_what_failed_is_tried_again_once_it_is_forgotten(library: FakeLibrary) -> None:
+    """A repair that no version tells."""
+    rows = (library.row("first", error=OSError("libfoo.so.9")), library.row("second"))
+    library.monkeypatch.setattr(dispatch, "table", lambda: rows)
+    assert name_of(dispatch.choice_for(asked(), "cpu")) == "second"
+    library.row("first")
+    assert name_of(dispatch.choice_for(asked(), "cpu")) == "second"
+    dispatch.forget()
+    assert name_of(dispatch.choice_for(asked(), "cpu")) == "first"
+
+
+@pytest.mark.parametrize(
+    ("device", "capturing", "asks"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+)
+def test_a_call_that_is_captured_asks_for_a_graph(
+    device: str, capturing: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`paged_dash_decode` cannot say that it is captured: who cannot be, sdpa, then refuses."""
+    step: Any = SimpleNamespace(
+        max_query_len=1,
+        dtype="torch.bfloat16",
+        head_dim=128,
+        group=1,
+        config=SimpleNamespace(block=32),
+        block_size=32,
+        graph=False,
+        device=SimpleNamespace(type=device),
+        deterministic=False,
+    )
+    monkeypatch.setattr(serve, "is_capturing", lambda: capturing)
+    request = serve.request_of(step)
+    assert request.graph is asks
+    choice = choose(request, MACHINES["h200"], forced("sdpa"))
+    assert (choice.backend is None) is asks
 
 
 def test_a_choice_is_remembered_and_reported_once(

@@ -37,7 +37,6 @@ def reloaded() -> None:
     for module in MODULES:
         sys.modules.pop(module, None)
     importlib.invalidate_caches()
-    dispatch.probe._imports.clear()
     records._kept.clear()
     dispatch.forget()
 

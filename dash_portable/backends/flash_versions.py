@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dash_portable import env
-from dash_portable.backends import flash_attn, xpu
+from dash_portable.backends import BACKENDS, flash_attn, probe, xpu
+from dash_portable.backends.spec import runs_on
 from dash_portable.platform.detect import current_platform
 from dash_portable.platform.facts import Platform, Vendor, tokens
 
+_BEFORE_HOPPER = ("Volta", "Turing", "Ampere", "Ada")
 
-def _serving(platform: Platform) -> set[int]:
-    """Generations that can be imported here and run on this device."""
+
+def _importable(platform: Platform, *, anywhere: bool = False) -> set[int]:
+    """Generations that can be imported here, and that run on this device or `anywhere`."""
     offers = {
-        2: (flash_attn.flash2_check, flash_attn.copy2_check),
-        3: (flash_attn.flash3_check, flash_attn.copy3_check),
-        4: (flash_attn.flash4_check, flash_attn.copy4_check),
+        (row.generation, row.check)
+        for row in BACKENDS
+        if row.generation is not None and (anywhere or runs_on(row, platform))
     }
-    return {
-        generation
-        for generation, checks in offers.items()
-        if any(not check(platform) for check in checks)
-    }
+    return {generation for generation, check in offers if not probe.attribute(check)(platform)}
 
 
 def is_flash_attn_varlen_func_available() -> bool:
@@ -29,7 +28,7 @@ def is_flash_attn_varlen_func_available() -> bool:
     """
     platform = current_platform()
     if platform.vendor is Vendor.NVIDIA:
-        return bool(_serving(platform))
+        return bool(_importable(platform, anywhere=True))
     if platform.vendor is Vendor.INTEL:
         return not xpu.check(platform)
     return platform.vendor is Vendor.AMD and not flash_attn.flash2_check(platform)
@@ -48,20 +47,19 @@ def get_flash_attn_version(
         return 2
     if platform.vendor is not Vendor.NVIDIA:
         return None
-    serving = _serving(platform)
-    hopper = platform.arch in tokens("Hopper")
-    # sm100 and sm103 only: sm110 is of the same family and has always been given 2.
+    serving = _importable(platform)
+    hopper, older = platform.arch in tokens("Hopper"), platform.arch in tokens(*_BEFORE_HOPPER)
+    # sm100 and sm103 only: sm110 has the same kernels and has always been given 2.
     data_center = platform.arch in ("sm100", "sm103")
-    newer = hopper or data_center or platform.arch in ("sm110", "sm120", "sm121")
     version = 3 if hopper and 3 in serving else 4 if data_center and 4 in serving else 2
     version = env.read().fa_version or version
-    if version == 3 and newer and not hopper:
-        version = 4 if data_center and 4 in serving else 2
+    if version == 3 and not (hopper or older):
+        version = 4 if 4 in serving else 2
     if version in (3, 4) and requires_alibi:
         version = 2
     if version == 3 and head_size is not None and head_size > 256 and 4 in serving:
         version = 4
-    wide = head_size is not None and head_size > 128 and head_size != 256
-    if version == 4 and wide and newer and not hopper:
+    # 256 has a kernel of its own there, for pages of 128 alone.
+    if version == 4 and head_size is not None and head_size > 128 and not hopper:
         version = 2
     return version if version in serving else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dash_portable.backends.imports import function, parameters, reason
+from dash_portable.platform.detect import is_capturing
 from dash_portable.platform.facts import Platform
 from dash_portable.segments import Call, Library, OneSegment, cache_pages
 from dash_portable.segments.call import counted, planned
@@ -166,11 +167,10 @@ class Planned:
 
 def _kept(plan: Any, shape: Shape, graph: bool) -> Any:
     """A plan from the small cache; one that a graph will hold is made for it alone and never
-    dropped."""
-    if not graph:
-        return plan(shape)
-    made = plan.__wrapped__(shape)
-    _PINNED.append(made)
+    dropped. A call that is captured without having been announced pins the plan that it meets."""
+    made = plan.__wrapped__(shape) if graph else plan(shape)
+    if graph or (is_capturing() and not any(made is one for one in _PINNED)):
+        _PINNED.append(made)
     return made
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dash_portable.backends import sources
+from dash_portable.backends.imports import drop_half
 from dash_portable.backends.spec import Backend, Capability
 from dash_portable.errors import BackendError
 from dash_portable.platform.facts import Platform
@@ -47,17 +48,6 @@ def failed(error: BaseException) -> Outcome:
     return Outcome(text=text, trace="".join(traceback.format_exception(error)))
 
 
-def _drop(before: set[str], paths: Iterable[str]) -> None:
-    """Forget modules of a library that stopped half way, so that nobody meets the half."""
-    roots = {path.partition(":")[0].partition(".")[0] for path in paths} - {
-        "torch",
-        "dash_portable",
-    }
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in roots:
-            del sys.modules[name]
-
-
 def try_import(backend: Backend, platform: Platform) -> Outcome:
     """Import what a backend needs: its library's symbols, its adapter, then its own check.
 
@@ -70,7 +60,7 @@ def try_import(backend: Backend, platform: Platform) -> Outcome:
             attribute(path)
         backend.load()
     except Exception as error:  # any exception of a library is a reason not to choose it
-        _drop(before, backend.symbols)
+        drop_half(before, (path.partition(":")[0] for path in backend.symbols))
         return failed(error)
     return Outcome(text=attribute(backend.check)(platform) if backend.check else "")
 
@@ -116,6 +106,11 @@ def import_outcome(backend: Backend, platform: Platform) -> Outcome:
     if key not in _imports:
         _imports[key] = try_import(backend, platform)
     return _imports[key]
+
+
+def forget() -> None:
+    """Try imports again: what was missing may be there now, and a version need not tell."""
+    _imports.clear()
 
 
 def known_trace(backend: Backend, platform: Platform) -> str:

@@ -266,6 +266,11 @@ def _machine(backend: Backend, platform: Platform) -> tuple[Rejection, ...]:
     return ()
 
 
+def runs_on(backend: Backend, platform: Platform) -> bool:
+    """Whether a backend is for this machine, installed or not."""
+    return not _machine(backend, platform)
+
+
 def _version(offer: Capability, version: str) -> Rejection | None:
     low, high = offer.versions
     found = release(version)

@@ -54,9 +54,12 @@ class Xpu(Library):
     def _refuse_stand_in(self) -> None:
         """One run of one query through the same configuration; the library notes each missing
         kernel once, by text."""
-        noted = getattr(importlib.import_module(MODULE), "_warned_missing_configs", None)
-        if noted is None:  # versions without the stand-in raise by themselves
-            return
+        module = importlib.import_module(MODULE)
+        noted = getattr(module, "_warned_missing_configs", None)
+        if noted is None:
+            if hasattr(module, "_fallback_varlen_attn"):
+                raise BackendError(f"{self.title}: its stand-in is here, and no note of its use")
+            return  # versions without the stand-in raise by themselves
         before = set(noted)
         noted.clear()
         call, longest = self.call, self.call.longest

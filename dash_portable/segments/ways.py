@@ -102,6 +102,12 @@ class Way(ABC):
     def _merge(self, out: Tensor, got: Tensor, lse: Tensor, used: Tensor, bias: Tensor) -> None:
         """Merge got [N * (S + 1), Hq, .] and natural lse [Hq, N * (S + 1)] into out [N, Hq, D]."""
         rows, segments = used.shape
+        # A library that turned its axes round would be merged without an error.
+        if lse.shape != (got.shape[1], rows * segments):
+            raise BackendError(
+                f"{self.library.title}: found a log-sum-exp of {tuple(lse.shape)} by heads and "
+                f"runs, needed {(got.shape[1], rows * segments)}"
+            )
         if self.merge is not None and out.is_contiguous():
             self.merge(out, got, lse, used, bias)
             return
