@@ -56,7 +56,8 @@ def _decide(
     if not rejections and figure is not None:
         remarks.append(str(figure))
     elif not rejections and not backend.fallback:
-        remarks.append(f"not run by us on {platform.arch}")
+        ran = [str(row) for row in backend.ran if row.arch == platform.arch]
+        remarks += ran or [f"not run by us on {platform.arch}"]
     if not rejections and backend.self_test and not probe.verified(backend, platform):
         remarks += _tested(backend, policy.forced, facts.self_tests.get(backend.entry))
     return Decision(backend=backend, rejections=rejections, remarks=tuple(remarks))

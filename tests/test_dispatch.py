@@ -252,6 +252,18 @@ def test_the_fastest_measured_comes_first_and_says_so() -> None:
     assert name_of(choose(asked(), MACHINES["a100"], backends=rows)) == "flash_attn2_gather"
 
 
+def test_what_ran_without_a_figure_is_told_and_tested() -> None:
+    choice = choose(asked(), MACHINES["h200"])
+    remarks = {one.backend.name: one.remarks for one in choice.decisions if one.ok}
+    told, test = remarks["flashinfer_in_place"]
+    assert told.startswith("found right on sm90, not timed (torch 2.11.0, flashinfer-python 0.6.4,")
+    assert test == "must pass the self-test first"
+    assert remarks["flash_attn2_gather"][0] == "not run by us on sm90"
+    on_ampere = choose(asked(), MACHINES["a100"])
+    (other,) = [one for one in on_ampere.decisions if one.backend.name == "flashinfer_in_place"]
+    assert other.remarks[0] == "not run by us on sm80"
+
+
 def test_this_machines_own_figures_win_over_ours() -> None:
     ours = tuple(
         replace(row, measured=(figure("sm90", 10.0),)) if row.name == "triton" else row

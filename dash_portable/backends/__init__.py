@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from dash_portable.backends.measured import FIGURES
+from dash_portable.backends.measured import FIGURES, RAN
 from dash_portable.backends.spec import Backend, Capability, Code, Rejection, Rule
 from dash_portable.platform.facts import TRITON_FLOOR, TRITONS, Platform, Vendor, tokens
 from dash_portable.request import FEATURES, Request
@@ -69,6 +69,7 @@ def _wide_on_hopper(widest: int) -> Rule:
         asked, offers = f"{request.head_dim} on {platform.arch}", f"up to {widest}, more on sm90"
         return Rejection(code=Code.COMBINATION, asked=asked, offers=offers)
 
+    rule.__doc__ = f"Heads wider than {widest} on Hopper only."
     return rule
 
 
@@ -254,7 +255,7 @@ _ROWS = (
 )
 
 BACKENDS: tuple[Backend, ...] = tuple(
-    replace(row, measured=FIGURES.get(row.name, ())) for row in _ROWS
+    replace(row, measured=FIGURES.get(row.name, ()), ran=RAN.get(row.name, ())) for row in _ROWS
 )
 
 # The shared layer: who stores, selects, gathers and merges for the backend that attends.

@@ -1,14 +1,15 @@
-"""What we measured: per backend the figures that put it first on an architecture.
+"""What we ran: per backend the figures that put it first on an architecture.
 
-A row here also says that the library's version was run and found right on that architecture; any
-other version or architecture must pass the self-test first. `bench` prints rows to paste.
+A figure also says that the library's version was run and found right on that architecture; any
+other version or architecture must pass the self-test first. `bench` prints rows to paste. What ran
+without a figure is told, and tested all the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dash_portable.backends.spec import Measured
+from dash_portable.backends.spec import Measured, Ran
 
 _H200 = "2026-11-30"
 _TORCH = "torch 2.11.0"
@@ -35,4 +36,17 @@ FIGURES: Mapping[str, tuple[Measured, ...]] = {
     "vllm_flash_attn3_in_place": (_decode(286.8, f"{_TORCH}, vllm 0.33.0"),),
     "torch_varlen_gather": (_decode(301.8, _TORCH),),
     "torch_varlen_segments": (_decode(1314.8, _TORCH),),
+}
+
+
+def _right(versions: str) -> tuple[Ran, ...]:
+    return (Ran(arch="sm90", versions=versions, date=_H200),)
+
+
+# benchmarks/results/2026-11-30-h200-library-checks.txt and -libraries.json.
+RAN: Mapping[str, tuple[Ran, ...]] = {
+    "vllm_flash_attn2_gather": _right(f"{_TORCH}, vllm 0.33.0"),
+    "flashinfer_gather": _right(f"{_TORCH}, flashinfer-python 0.6.4"),
+    "flashinfer_in_place": _right(f"{_TORCH}, flashinfer-python 0.6.4"),
+    "sdpa": _right(_TORCH),
 }

@@ -110,6 +110,18 @@ class Measured:
         return f"measured {self.figure:g} us on {self.arch} ({self.versions}, {self.date})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """Where an answer was held against the oracle and was right, without a figure."""
+
+    arch: str
+    versions: str
+    date: str
+
+    def __str__(self) -> str:
+        return f"found right on {self.arch}, not timed ({self.versions}, {self.date})"
+
+
 class Runner(Protocol):
     """What an adapter module gives: made once per step, run once per layer."""
 
@@ -145,7 +157,8 @@ class Backend:
     self_test   must pass the self-test where nobody has run it
     fallback    of last resort: on a GPU it is never chosen without a warning
     broken      the error text of a plug-in that could not be loaded
-    measured    our figures; empty: not run by us
+    measured    our figures
+    ran         where we ran it without a figure; both empty: not run by us
     """
 
     name: str
@@ -160,6 +173,7 @@ class Backend:
     fallback: bool = False
     broken: str = ""
     measured: tuple[Measured, ...] = ()
+    ran: tuple[Ran, ...] = ()
 
     def is_named(self, name: str) -> bool:
         """Whether a name, in any case, means this row or a family it is in."""
