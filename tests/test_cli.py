@@ -261,6 +261,7 @@ def test_bench_measures_checks_and_records(
     out = tmp_path / "out"
     assert main(["bench", *arguments, "--record", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
+    assert (out / "bench.png").read_bytes()[:4] == b"\x89PNG"
     data = json.loads((out / "bench.json").read_text())
     ways = {one["way"]: one for one in data["results"]}
     assert set(ways) == {"sdpa", "dense sdpa"}
@@ -279,3 +280,10 @@ def test_warmup_runs_every_kind_of_step(capsys: pytest.CaptureFixture[str]) -> N
     assert set(found["backends"]) == {"prefill", "decode"}
     assert found["steps"] > 20
     assert main(["warmup", "--calls", "steps"]) == 2
+
+
+def test_warmup_for_an_absent_card_takes_no_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warmup", "--platform", "sm90", "--heads", "4"]) == 2
+    assert "heads: found 4, needed no shapes beside --platform" in capsys.readouterr().err
+    assert main(["warmup", "--platform", "sm9"]) == 2
+    assert "nearest: sm90" in capsys.readouterr().err

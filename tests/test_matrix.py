@@ -316,6 +316,19 @@ def test_a_lane_installs_checks_and_shows_the_choice(lanes_run_dry):
     assert f"Run it locally: bash ci/lane.sh {lane['lane']}" in again.stderr
 
 
+def test_tests_that_want_another_device_end_at_once():
+    """They are not skipped: `--require-vendor` is what the lanes of GPUs say to pytest."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_errors.py"]
+    done = subprocess.run(
+        [*command, "--require-vendor", OTHER], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert f"no {OTHER} device: this is" in done.stdout + done.stderr
+    assert "passed" not in done.stdout
+    text = (ROOT / "ci" / "test.sh").read_text()
+    assert 'tests tests/kernels --require-vendor "$LANE_VENDOR"' in text
+
+
 def test_a_failing_step_is_red_and_named():
     """The other steps are run all the same."""
     command = ["bash", "ci/test.sh", "docs", "matrix"]

@@ -37,6 +37,18 @@ def test_counting_leaves_triton_as_it_was() -> None:
     assert seen == []
 
 
+def test_what_triton_compiles_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own call of the hook; on a GPU the next test lets it compile."""
+    knobs, told = pytest.importorskip("triton.knobs"), []
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda *args, **named: told.append(named["repr"])
+    )
+    with compilations() as seen:
+        knobs.runtime.jit_post_compile_hook(repr="store_kernel[num_warps: 4](*bf16)")
+    assert seen == [("store_kernel", "[num_warps: 4](*bf16)")]
+    assert len(told) == 1  # whoever listened before still hears of it
+
+
 @on_gpu
 def test_warming_up_compiles_and_serving_does_not() -> None:
     made = document.paged(9, answer=5)

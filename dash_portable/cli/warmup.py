@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dash_portable.cli.explain import dtype_named
-from dash_portable.errors import unknown_word
+from dash_portable.errors import found_needed, unknown_word
 
 if TYPE_CHECKING:
     from dash_portable.audit import Row
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def warmup(
+    context: typer.Context,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 10,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads; as many as heads.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
@@ -30,7 +31,7 @@ def warmup(
     graph: Annotated[bool, typer.Option(help="Decode steps as they are captured.")] = True,
     platform: Annotated[
         str | None,
-        typer.Option(help="Without this card: cross-compile the model's kernels for sm90, ..."),
+        typer.Option(help="Without this card: cross-compile all of audit's cases for sm90, ..."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
@@ -40,6 +41,12 @@ def warmup(
     are part of what is compiled. Kernels stay in Triton's cache folder.
     """
     if platform is not None:
+        free = {"platform", "json"}
+        for name in sorted(context.params.keys() - free):
+            # By its name: typer carries a parser of its own in some versions.
+            if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+                needed = "no shapes beside --platform: it compiles audit's cases, of the model's"
+                raise found_needed(name, context.params[name], needed)
         _elsewhere(platform, json=json)
         return
     import torch
