@@ -16,7 +16,7 @@ import torch
 from dash_portable import self_test
 from dash_portable.backends import BACKENDS
 from dash_portable.errors import BackendError
-from dash_portable.segments import attend_given, gather, places, ways
+from dash_portable.segments import attend_given, gather, places, spans, ways
 from dash_portable.segments.given import given_slots
 from dash_portable.self_test import Case, make_case
 from tests.fakes import (
@@ -181,6 +181,48 @@ def test_in_place_copies_nothing(
     storage = case.cache.untyped_storage().data_ptr()
     assert {tensor.untyped_storage().data_ptr() for tensor in seen} == {storage}
     assert torch.equal(case.cache.nan_to_num(9.0), before.nan_to_num(9.0))
+
+
+VARLEN = [
+    row
+    for row in ROWS
+    if "Paged" in str(row.id) or "Segmented" in str(row.id)
+    if "flashinfer" not in str(row.id)
+]
+CALLS = ("flash_attn_varlen_func", "flash_attn_with_kvcache", "varlen_attn")
+
+
+@pytest.mark.parametrize(("fake", "entry"), VARLEN)
+def test_no_library_is_given_a_run_without_keys(
+    fake: Fake, entry: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An empty segment is shown as one key and left out by its length: what libraries answer for a
+    run without keys differs, and FlashAttention 2 has answered nonsense for groups."""
+    lengths = list[torch.Tensor]()
+
+    def watched(real: Any) -> Any:
+        @functools.wraps(real)
+        def call(*args: Any, **options: Any) -> Any:
+            used = [options.get(name) for name in ("seqused_k", "cache_seqlens")]
+            starts = [options.get(name) for name in ("cu_seqlens_k", "cu_seq_k")]
+            found = [one for one in used if one is not None]
+            found += [one.diff() for one in starts if one is not None]
+            lengths.append(found[0].clone())
+            return real(*args, **options)
+
+        return call
+
+    for module in fake.install(monkeypatch, tmp_path).values():
+        for name in CALLS:
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    case = make_case(group=2)
+    assert case.error(run(entry, case)) <= case.allowed()
+    where = spans(case.step.row_pos, case.ids, block=32, local=case.step.config.local)
+    (given,) = lengths[-1:]
+    assert bool((where.length == 0).any())
+    assert given.shape == where.length.flatten().shape
+    assert int(given.min()) == 1
 
 
 def test_many_rows_take_several_passes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
