@@ -42,12 +42,17 @@ def on_device(monkeypatch: pytest.MonkeyPatch):
 def poisoned(on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `torch.empty` gives is NaN, or an integer that no index may be."""
 
-    def filled(make):
+    def filled(make, **default):
         def poison(*args, **options):
+            # Torch gives its default device to the functions it knows, and what is put in their
+            # place is none of them.
+            for name, value in default.items():
+                if options.get(name) is None:
+                    options[name] = value()
             tensor = make(*args, **options)
             return tensor.fill_(float("nan") if tensor.is_floating_point() else POISON)
 
         return poison
 
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, filled(getattr(torch, name)))
+    monkeypatch.setattr(torch, "empty", filled(torch.empty, device=torch.get_default_device))
+    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))

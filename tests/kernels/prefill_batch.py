@@ -270,15 +270,25 @@ class Batch:
     def live(self) -> list[int]:
         return torch.nonzero(self.row["pos"] >= 0).flatten().tolist()
 
-    def attended(self, ids: Tensor, bias: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The oracle's output for these ids and biases, 0 for padding."""
+    def attended(
+        self,
+        ids: Tensor,
+        bias: Tensor,
+        dtype: torch.dtype = torch.float64,
+        *,
+        magnitudes: bool = False,
+    ) -> Tensor:
+        """The oracle's output for these ids and biases, 0 for padding; of the values' magnitudes,
+        if asked.
+        """
         out = torch.zeros(self.query.shape, dtype=dtype)
         for r in range(len(self.parts)):
+            values = self.values[r].to(dtype)
             at = (self.row["seq"] == r) & (self.row["pos"] >= 0)
             out[at] = reference.attend(
                 self.query[at].to(dtype),
                 self.keys[r].to(dtype),
-                self.values[r].to(dtype),
+                values.abs() if magnitudes else values,
                 ids[at],
                 bias[at],
                 self.row["pos"][at].long(),

@@ -27,12 +27,13 @@ def world_of(**options):
     return world, world.step([None, *[(i, n, n + 1) for i, n in enumerate(LENGTHS)], None])
 
 
-def rows_of(monkeypatch, arch, attend, dependent):
+def rows_of(monkeypatch, attend, dependent):
+    """These rows for every arch."""
     split, ticket, dot = attend
     selecting = launch.SelectRow(tile=16, ticket=True, dependent=dependent)
     attending = launch.AttendRow(split=split, ticket=ticket, dot=dot)
-    monkeypatch.setattr(launch, "SELECT", {arch: (selecting,)})
-    monkeypatch.setattr(launch, "ATTEND", {arch: (attending,)})
+    monkeypatch.setattr(launch, "SELECT", {"*": (selecting,)})
+    monkeypatch.setattr(launch, "ATTEND", {"*": (attending,)})
 
 
 def outputs(world, step, times=1):
@@ -51,9 +52,9 @@ def test_nothing_of_the_launch_before_is_touched_early(attend, monkeypatch):
     from tests.kernels.bounds import addresses_seen
 
     world, step = world_of()
-    rows_of(monkeypatch, "*", attend, False)
+    rows_of(monkeypatch, attend, False)
     wanted = outputs(world, step)
-    rows_of(monkeypatch, "*", attend, True)
+    rows_of(monkeypatch, attend, True)
     seen = SimpleNamespace(waits=0, before=None)
 
     def wait():
@@ -92,7 +93,7 @@ def test_the_same_bits(attend, dtype, monkeypatch):
     world, step = world_of(dtype=dtype)
     found = []
     for dependent in (False, True):
-        rows_of(monkeypatch, arch, attend, dependent)
+        rows_of(monkeypatch, attend, dependent)
         found.append(outputs(world, step, times=200))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
@@ -110,7 +111,7 @@ def test_prompts_have_the_same_bits(limit, monkeypatch):
     row = launch_prefill.prefill_row(arch)._replace(union_limit=limit, union_all=limit // 96 * 96)
     found = []
     for dependent in (False, True):
-        rows = {arch: row._replace(dependent=dependent)}
+        rows = {"*": row._replace(dependent=dependent)}
         monkeypatch.setattr(launch_prefill, "PREFILL", rows)
         found.append(outputs(world, step, times=50))
     for one, other in zip(*found, strict=True):

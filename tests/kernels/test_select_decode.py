@@ -6,6 +6,7 @@ import torch
 from dash_portable.kernels import launch
 from dash_portable.step import Trust
 from dash_portable.triton_layer import TritonLayer
+from tests.device import INTERPRETED
 from tests.kernels.world import Text, World, assert_same_cache, assert_same_selection, both, feed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -42,15 +43,25 @@ def filled(text, **options):
 
 
 def check(world, step, tolerance=2e-3):
-    """The fused launch, and store and select apart: the same cache, the same blocks."""
+    """The fused launch, and store and select apart: the same cache, the same blocks.
+
+    Both rotate by the same formula, bit for bit in the interpreter. Of two compiled kernels one may
+    round a product that the other adds unrounded: cosines and sines are then off by an ulp or two,
+    a number of a query by a few of its terms, and by one of its own dtype once it is rounded.
+    """
     ours, theirs, rows, twin = both(world, step)
     apart, other = TritonLayer(step), world.cache.clone()
     query, ids, bias = ours.prepare(*rows, world.cache, world.head_cls, 60.0, 1e-4)
     query2, index_query = apart.store(*rows, other, world.head_cls)
     again = apart.select(index_query, other, world.head_cls, 60.0, 1e-4)
-    assert torch.equal(query, query2)
-    assert torch.equal(ids, again[0])
-    assert torch.equal(bias, again[1])
+    if INTERPRETED:
+        assert torch.equal(query, query2)
+        assert torch.equal(bias, again[1])
+    largest = float(rows[0][step.row_pos >= 0].abs().max())
+    rounding = 0.0 if world.dtype == torch.float32 else torch.finfo(world.dtype).eps
+    terms = 8 * torch.finfo(torch.float32).eps * largest
+    torch.testing.assert_close(query, query2, rtol=rounding, atol=terms)
+    assert_same_selection((ids, bias), again, tolerance)
     theirs.store(*rows, twin, world.head_cls)
     assert_same_cache(world, world.cache, twin)
     wanted = theirs.select(index_query, world.cache, world.head_cls, 60.0, 1e-4)
