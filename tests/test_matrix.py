@@ -100,6 +100,18 @@ def test_lanes_cover_what_is_promised():
     } <= checks
 
 
+def test_every_step_is_run_somewhere():
+    """By a lane, or by the command that everybody runs; nox's own default is that command's."""
+    text = (ROOT / "ci" / "test.sh").read_text()
+    default = set(re.search(r"^DEFAULT=\((.*)\)$", text, re.M)[1].split())
+    lanes = {step for lane in LANES for step in lane["check"].split()}
+    assert lanes | default == STEPS
+    sessions = re.search(r"options.sessions = \[(.*)\]", (ROOT / "noxfile.py").read_text())[1]
+    assert {
+        {"tests": "cpu"}.get(name, name) for name in re.findall(r'"(\w+)"', sessions)
+    } == default
+
+
 def test_pinned_versions_are_those_of_the_constraints():
     pins = dict(
         re.findall(r"^(torch|triton)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M)

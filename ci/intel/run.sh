@@ -4,7 +4,7 @@
 #   bash ci/intel/run.sh                    all of it
 #   ONLY=select_decode_bf16 bash ci/intel/run.sh    one case
 #   CASES=module:NAME ...                   another table of cases
-#   LIMIT=900 ...                           seconds for one compile, where other work takes the cores
+#   LIMIT=900 ...                           seconds of processor time for one compile (120; native 180)
 #   bash ci/intel/run.sh --write            write docs/kernels-intel.md instead of checking it
 #
 # 1. SPIR-V for pvc and dg2, and for a device without matrix unit ("generic")

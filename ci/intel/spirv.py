@@ -31,6 +31,9 @@ from typing import Any
 # 12's ocloc.
 DEVICES = {"pvc": "pvc", "dg2": "acm-g10"}
 
+# Of a limit of processor time, by the clock: other work may take the cores.
+CLOCK = 10
+
 # SPV_INTEL_kernel_attributes carries nothing here but a hint about the size of a work-group; the
 # CPU refuses it.
 REFUSED = re.compile(
@@ -50,8 +53,7 @@ def _offline_compiler(home: Path) -> tuple[list[str], dict[str, str]]:
 def build(module: Path, device: str, home: Path, limit: float) -> dict[str, Any]:
     """Native code of one module: {"ok", "seconds", "simd", "registers", "spills", "words"}.
 
-    limit   seconds of processor time; ten times as many by the clock, for other work may take the
-            cores
+    limit   seconds of processor time; CLOCK times as many by the clock
     """
     tool, environment = _offline_compiler(home)
     command = [*tool, "compile", "-file", str(module), "-spirv_input", "-device", device]
@@ -64,7 +66,7 @@ def build(module: Path, device: str, home: Path, limit: float) -> dict[str, Any]
                 text=True,
                 check=False,
                 env=environment,
-                timeout=10 * limit,
+                timeout=CLOCK * limit,
                 preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (allowed, allowed)),
             )
             words = done.stdout + done.stderr
@@ -72,7 +74,7 @@ def build(module: Path, device: str, home: Path, limit: float) -> dict[str, Any]
             if done.returncode == -signal.SIGKILL:
                 words += f" not built within {limit:g} s of processor time"
         except subprocess.TimeoutExpired:
-            words, ok = f"not built within {10 * limit:g} s", False
+            words, ok = f"not built within {CLOCK * limit:g} s", False
     found: dict[str, Any] = {"ok": ok, "seconds": round(time.perf_counter() - begin, 1)}
     spill = _SPILL.search(words)
     if spill:

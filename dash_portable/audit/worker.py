@@ -28,6 +28,8 @@ from .ir import matrix_instructions, narrow_addresses, narrow_arithmetic
 from .targets import ALL_TARGETS
 from .usage import excess, too_many_threads, usage_of
 
+CLOCK = 10  # times the limit of processor time, by the clock
+
 
 class Work(NamedTuple):
     name: str
@@ -138,12 +140,12 @@ def processor_seconds(session: int) -> float:
 def _overdue(process: int, seconds: float, limit: float) -> str:
     """Why a compile that has taken so many seconds is to be ended; empty when it is not.
 
-    The limit is of processor time, so that other work on the machine fails no kernel; ten times as
-    long by the clock ends one that waits for something.
+    The limit is of processor time, so that other work on the machine fails no kernel; CLOCK times
+    as long by the clock ends one that waits for something.
     """
     if seconds > limit and processor_seconds(process) > limit:
         return f"time: not compiled within {limit:g} s of processor time"
-    return f"time: not compiled within {10 * limit:g} s" if seconds > 10 * limit else ""
+    return f"time: not compiled within {CLOCK * limit:g} s" if seconds > CLOCK * limit else ""
 
 
 class _Running(NamedTuple):
