@@ -6,6 +6,7 @@ import torch
 from dash_portable import reference
 from dash_portable.backends.triton import Runner
 from dash_portable.kernels import launch
+from tests.kernels.families import varied
 from tests.kernels.tolerance import allowed_error
 from tests.kernels.world import Text, World, feed
 
@@ -89,9 +90,7 @@ def test_splits_and_groups(group, row):
     check(*world_of(kv_heads=2, group=group))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [64, 80, 128])
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(("dtype", "width", "group"), varied(DTYPES, [64, 80, 128], [1, 3]))
 def test_types_and_widths(dtype, width, group):
     check(*world_of([300, 161], dtype=dtype, width=width, kv_heads=2, group=group, strided=True))
 

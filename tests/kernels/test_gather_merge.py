@@ -5,6 +5,7 @@ import torch
 
 from dash_portable.kernels import gather, merge
 from dash_portable.segments.merge import merge_segments
+from tests.kernels.families import varied
 from tests.kernels.tolerance import allowed_error
 from tests.kernels.world import Text, World, feed
 
@@ -42,15 +43,15 @@ ROWS = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize(
-    ("block_size", "width", "group", "row"),
-    [(8, 64, 1, ROWS[0]), (64, 80, 3, ROWS[1]), (32, 64, 2, ROWS[2])],
+    ("dtype", "shape"), varied([torch.float32, torch.bfloat16, torch.float16], [0, 1, 2])
 )
-def test_gather(dtype, biased, block_size, width, group, row):
+def test_gather(dtype, biased, shape):
     """More heads than a program takes, a window that begins inside a block, rows without a block,
     a padding row; keys and values in different orders of memory."""
+    block_size, width, group = ((8, 64, 1), (64, 80, 3), (32, 64, 2))[shape]
+    row = ROWS[shape]
     lengths, heads = [700, 33, 160, 1, 288], 3
     texts = [Text(prompt=[2] + [1] * (length - 1), answer=[]) for length in lengths]
     world = World(

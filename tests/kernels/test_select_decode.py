@@ -7,6 +7,7 @@ from dash_portable.kernels import launch
 from dash_portable.step import Trust
 from dash_portable.triton_layer import TritonLayer
 from tests.device import INTERPRETED
+from tests.kernels.families import varied
 from tests.kernels.world import Text, World, assert_same_cache, assert_same_selection, both, feed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -96,8 +97,7 @@ def test_batch_with_padding_and_tables(row):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_size", [8, 16, 128])
+@pytest.mark.parametrize(("dtype", "block_size"), varied(DTYPES, [8, 16, 128]))
 def test_types_and_block_sizes(dtype, block_size):
     text = Text(prompt=([2] + [1] * 100) * 3 + [0] * 220, answer=[0, 2, 0, 2, 0])
     world = World(

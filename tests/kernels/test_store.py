@@ -5,6 +5,7 @@ import torch
 
 from dash_portable.step import Trust
 from dash_portable.triton_layer import TritonLayer
+from tests.kernels.families import varied
 from tests.kernels.world import Text, World, assert_same_cache, both, feed
 
 PAGES = Text(
@@ -47,8 +48,7 @@ def test_prompt_in_chunks_then_rows(text, tables):
         check(world, world.step([(0, at, at + 1)], given=at % 2 == 0, tables=tables))
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 64, 128])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "block_size"), varied(DTYPES, [8, 16, 64, 128]))
 def test_block_sizes_and_types(dtype, block_size):
     world = World(
         [PAGES], dtype=dtype, block_size=block_size, kv_heads=2, group=2, strided=True, width=80
@@ -57,8 +57,7 @@ def test_block_sizes_and_types(dtype, block_size):
     check(world, world.step([(0, 61, len(PAGES.prompt) + 3)], padding=2))
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 128])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "block_size"), varied(DTYPES, [1, 16, 128]))
 def test_rows_close_their_block(dtype, block_size):
     world = World(
         [PAGES, ENDS_IN_IMAGE], dtype=dtype, block_size=block_size, kv_heads=2, group=4, width=96
