@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from dash_portable.backends.spec import Backend, Code, Decision, Forced, Rejection
-from dash_portable.errors import UnsupportedError
+from dash_portable.errors import DtypeError, UnsupportedError
 from dash_portable.platform.facts import Platform
 from dash_portable.request import Request
 
@@ -55,10 +55,16 @@ class Choice:
         return f"forced by {self.forced.source}" if self.forced else "chosen automatically"
 
     def required(self) -> Backend:
-        """The backend that attends; UnsupportedError with all reasons when there is none."""
+        """The backend that attends; UnsupportedError with all reasons when there is none, a
+        DtypeError where the forced one has no such dtype anywhere."""
         if self.backend is not None and self.layer is not None:
             return self.backend
-        raise UnsupportedError(self.refusal(), self)
+        offered = [
+            one.backend.capability.dtypes for one in self.decisions if self._is_forced(one.backend)
+        ]
+        taken = any(dtypes is None or self.request.dtype in dtypes for dtypes in offered)
+        kind = UnsupportedError if taken or not offered else DtypeError
+        raise kind(self.refusal(), self)
 
     def refusal(self) -> str:
         """Why nothing was chosen: what is wrong with the forced one first, then request, platform,

@@ -33,6 +33,10 @@ class UnsupportedError(DashError, RuntimeError):
         self.choice = choice
 
 
+class DtypeError(UnsupportedError, ValueError):
+    """The forced backend takes no such dtype on any machine: as much a wrong argument."""
+
+
 class BackendError(DashError, RuntimeError):
     """A library failed while planning or running; it is not retried elsewhere by itself."""
 

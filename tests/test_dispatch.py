@@ -315,6 +315,20 @@ def test_forced_never_falls_back(machine: str, backend: Backend) -> None:
         assert choice.required() is backend
 
 
+@pytest.mark.parametrize("machine", ["h200", "cpu"])
+@pytest.mark.parametrize(("name", "wrong"), [("flash_attn", True), ("sdpa", False)])
+def test_a_dtype_that_a_forced_library_never_takes_is_a_value_error(
+    machine: str, name: str, wrong: bool
+) -> None:
+    """Callers of the established calls catch it as one; where another thing is missing they do
+    not."""
+    request = asked(dtype="float32", cache_dtype="float32", graph=True)
+    with pytest.raises(UnsupportedError) as raised:
+        choose(request, MACHINES[machine], forced(name)).required()
+    assert isinstance(raised.value, ValueError) is wrong
+    assert raised.value.choice is not None
+
+
 def test_a_family_takes_its_best_and_nothing_else() -> None:
     family = choose(asked(), MACHINES["h200"], forced("flash_attn"))
     assert name_of(family) == "vllm_flash_attn3_gather"  # the fastest that was measured there
