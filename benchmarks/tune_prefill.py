@@ -41,6 +41,7 @@ from dash_portable.kernels import prefill
 from dash_portable.kernels.launch_prefill import PrefillRow, prefill_row
 from dash_portable.pages import prompt_positions
 from dash_portable.step import Step
+from dash_portable.streams import Beside, InOrder
 from dash_portable.triton_layer import TritonLayer
 
 BLOCK, LOCAL_BLOCKS, TOPK, WINDOW, HEADS, WIDTH, CACHE_BLOCK = 32, 4, 12, 16, 10, 128, 64
@@ -49,7 +50,7 @@ DEVICE = "cuda"
 # The launches of a stage in their order, by their names in its plan.
 LAUNCHES = {
     "select": ("first", "few", "redo"),
-    "attend": ("union", "sum", "offset", "place", "tile", "pair", "merge"),
+    "attend": ("union", "sum", "offset", "place", "pair", "tile", "merge"),
 }
 
 
@@ -81,7 +82,6 @@ FEW_VARIANTS = [
 ]
 TILE_VARIANTS = [
     {
-        "wide": m,
         "tile_blocks": b,
         "tile_step": k,
         "tile_warps": w,
@@ -89,26 +89,20 @@ TILE_VARIANTS = [
         "local_stages": n,
         "tile_options": o,
     }
-    for m, b, k, w, s, n, o in (
-        (0, 1, 32, 4, 2, 2, MAXNREG_128),
-        (0, 1, 32, 4, 2, 1, MAXNREG_128),
-        (0, 1, 64, 4, 2, 1, MAXNREG_128),
-        (0, 2, 64, 4, 1, 1, MAXNREG_128),
-        (0, 2, 64, 4, 1, 1, MAXNREG_168),
-        (0, 1, 64, 4, 2, 1, MAXNREG_168),
-        (0, 1, 32, 4, 3, 2, MAXNREG_168),
-        (128, 2, 64, 8, 2, 2, MAXNREG_128),
+    for b, k, w, s, n, o in (
+        (1, 32, 4, 2, 2, MAXNREG_128),
+        (1, 32, 4, 2, 1, MAXNREG_128),
+        (1, 64, 4, 2, 1, MAXNREG_128),
+        (2, 64, 4, 1, 1, MAXNREG_128),
+        (1, 32, 4, 2, 2, MAXNREG_168),
+        (1, 64, 4, 2, 1, MAXNREG_168),
+        (2, 64, 4, 2, 2, MAXNREG_168),
+        (1, 32, 4, 3, 2, {}),
     )
 ]
 PAIR_VARIANTS = [
-    {"pair_tile": m, "pair_programs": p, "pair_warps": w, "pair_stages": s, "pair_options": o}
-    for m, p, w, s, o in (
-        (64, 1 << 20, 4, 3, {}),
-        (64, 4224, 4, 3, {}),
-        (128, 1 << 20, 4, 2, {}),
-        (128, 1 << 20, 4, 3, {}),
-        (128, 1 << 20, 8, 3, {}),
-    )
+    {"pair_tile": m, "pair_warps": w, "pair_stages": s}
+    for m, w, s in ((64, 4, 3), (64, 4, 2), (128, 4, 2), (128, 4, 3), (128, 8, 3))
 ]
 MERGE_VARIANTS = [
     {"merge_rows": r, "merge_warps": w, "merge_programs": p}
@@ -201,7 +195,7 @@ class Work:
         """Scratch for a row of launches."""
         self.launch, self.scratch = launch, {}
         self.budget = self.budget if budget is None else budget
-        shapes = grouping.group_shapes(self.rows, self.seqs, launch.tile, launch.wide)
+        shapes = grouping.group_shapes(self.rows, self.seqs, launch.tile)
         self.groups = {k: self._ints(s) for k, s in shapes.items()}
         self.lists = {
             k: self._ints(s) for k, s in prefill.select_shapes(self.rows, self.seqs).items()
@@ -253,6 +247,7 @@ class Work:
             local=LOCAL_BLOCKS * BLOCK,
             max_blocks=self.max_blocks,
             launch=launch,
+            beside=Beside(self.query.device) if launch.beside else InOrder(),
         )
         self.plans: dict[str, Any] = {"select": selection, "attend": attention}
 
@@ -275,8 +270,11 @@ class Work:
             block=BLOCK,
             local_blocks=LOCAL_BLOCKS,
             tile=self.launch.tile,
-            wide=self.launch.wide,
         )
+
+    def one_stream(self) -> None:
+        """Until the next `use`: a launch has a time of its own only when nothing runs beside it."""
+        self.plans["attend"]._beside = InOrder()
 
     def select(self) -> None:
         self.plans["select"](self.index_query, SCALE, FLOOR)
@@ -436,7 +434,10 @@ def nothing(*args: object) -> None:
 
 
 def in_place(work: Work, launch: str) -> float:
-    """Time of one launch: its stage up to it, less its stage up to the launch before it."""
+    """Time of one launch: its stage up to it, less its stage up to the launch before it, one after
+    another on one stream.
+    """
+    work.one_stream()
     stage = next(s for s, names in LAUNCHES.items() if launch in names)
     plan, names = work.plans[stage], LAUNCHES[stage]
     kept, times = {n: getattr(plan, n) for n in names}, []
@@ -452,8 +453,9 @@ def in_place(work: Work, launch: str) -> float:
 
 
 def stages_in_place(work: Work) -> dict[str, float]:
-    """Time of every launch by the growing part of its stage."""
+    """Time of every launch by the growing part of its stage, on one stream."""
     found = {}
+    work.one_stream()
     for stage, names in LAUNCHES.items():
         plan, before = work.plans[stage], 0.0
         kept = {n: getattr(plan, n) for n in names if getattr(plan, n) is not None}

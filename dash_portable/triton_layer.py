@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -12,15 +11,9 @@ from .kernels import launch
 from .kernels.launch import Launch, power_of_two
 from .platform.detect import current_platform
 from .step import Step, Trust
+from .streams import on_device
 from .triton_side import Side
 from .triton_stages import RowSelection, TileRows
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device: make it the tensors' one."""
-    if device.type == "cpu" or device.index in (None, torch.accelerator.current_device_index()):
-        return contextlib.nullcontext()
-    return torch.accelerator.device_index(device.index)
 
 
 class TritonLayer:

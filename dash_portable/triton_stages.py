@@ -267,7 +267,7 @@ class TileRows:
         self._order, self._live = ints(rows), ints(seqs + 1)
         self._tiles = _tiles(step)
         self._prefill = prefill_row(layer._arch, step.dtype.itemsize, block=step.config.block)
-        grouped = group_shapes(rows, seqs, self._prefill.tile, self._prefill.wide)
+        grouped = group_shapes(rows, seqs, self._prefill.tile)
         self.groups = {name: ints(*shape) for name, shape in grouped.items()}
         self._scratch = {name: ints(*shape) for name, shape in select_shapes(rows, seqs).items()}
         self._store: dict[bool, Launch] = {}
@@ -379,7 +379,6 @@ class TileRows:
                 block=config.block,
                 local_blocks=config.local_blocks,
                 tile=self._prefill.tile,
-                wide=self._prefill.wide,
                 starts_given=layer._pages is not None,
             )
             self._grouped = not step.graph

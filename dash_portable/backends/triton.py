@@ -13,7 +13,7 @@ from dash_portable.kernels.launch_prefill import prefill_row
 from dash_portable.kernels.prefill import AttendPrefill, attend_shapes
 from dash_portable.platform.detect import current_platform
 from dash_portable.step import Step
-from dash_portable.triton_layer import on_device
+from dash_portable.streams import Beside, InOrder, on_device
 from dash_portable.triton_stages import grouped_rows
 
 
@@ -83,7 +83,7 @@ class PrefillRunner:
         shapes = attend_shapes(
             rows,
             seqs,
-            tile_bound(rows, seqs, row.attend_tile),
+            tile_bound(rows, seqs, row.tile),
             max(step.max_blocks, 1),
             step.heads,
             step.head_dim,
@@ -98,6 +98,7 @@ class PrefillRunner:
             )
             for name, (kind, shape) in shapes.items()
         }
+        self._beside = Beside(device) if row.beside and device.type != "cpu" else InOrder()
         self._own: dict[str, Tensor] | None = None
         self._attend: AttendPrefill | None = None  # made for the groups that it is bound to
         self._bound: dict[str, Tensor] | None = None
@@ -113,7 +114,7 @@ class PrefillRunner:
             return found
         if self._own is None:
             row = self._row
-            shapes = group_shapes(step.num_rows, step.num_seqs, row.tile, row.wide)
+            shapes = group_shapes(step.num_rows, step.num_seqs, row.tile)
             self._own = {
                 name: torch.empty(shape, dtype=torch.int32, device=step.device)
                 for name, shape in shapes.items()
@@ -133,7 +134,6 @@ class PrefillRunner:
                 block=step.config.block,
                 local_blocks=step.config.local_blocks,
                 tile=self._row.tile,
-                wide=self._row.wide,
             )
             self._grouped = not step.graph
         return self._own
@@ -156,6 +156,7 @@ class PrefillRunner:
                 local=config.local,
                 max_blocks=max(step.max_blocks, 1),
                 launch=self._row,
+                beside=self._beside,
             )
         self._attend(query, cache, ids, bias, out)
 

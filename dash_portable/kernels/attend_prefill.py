@@ -270,16 +270,15 @@ def attend_pair_kernel(
     HEADS_UP: tl.constexpr,
     N: tl.constexpr,
     STAGES: tl.constexpr,
-    STORE: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows that chose one block against that block, HEADS heads one after another; partial result
-    and mass of each pair. A program takes one entry of the chunk's list after another.
+    """One entry of the chunk's list: rows that chose one block against that block, HEADS heads one
+    after another; partial result and mass of each pair.
     """
     follow(PDL)
     GROUPS: tl.constexpr = HQ // HEADS
-    group, first = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
+    group, e = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
     n = tl.arange(0, N)
     n_ok = n < BLOCK
     r = tl.arange(0, PAIR_TILE)
@@ -289,7 +288,7 @@ def attend_pair_kernel(
     records = entry_ptr + tl.full((), 4, tl.int64) * chunk * entries
     total = tl.load(first_ptr + tl.full((), 1, tl.int64) * chunk * (keys_total + 1) + keys_total)
     stride_h = tl.full((), 1, tl.int64) * stride_ch
-    for e in range(first, total, tl.num_programs(0) // GROUPS):
+    if e < total:
         record = records + e * 4
         seq = tl.load(record).to(tl.int64)
         block = tl.load(record + 1)
@@ -325,7 +324,6 @@ def attend_pair_kernel(
                 part_ptr + ((wide + head) * D)[:, None] + d[None, :],
                 part.to(part_ptr.dtype.element_ty),
                 mask=live[:, None] & (d[None, :] < D),
-                eviction_policy=STORE,
             )
             one = top + tl.log2(mass) + bias
             masses = tl.where((h == head - group * HEADS)[None, :], one[:, None], masses)

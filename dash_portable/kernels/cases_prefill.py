@@ -152,8 +152,8 @@ def _select_case(dtype: str, width: int, stage: str) -> Case:
         )
     return Case(
         select_prefill.select_tile_kernel,
-        types | few | tiles | _pointers("i32", "order_ptr"),
-        consts | fields,
+        types | few | tiles | _pointers("i32", "order_ptr") | _ints("num_rows"),
+        consts | fields | {"ALONE": stage == "alone"},
         _launches(
             lambda r: Launch(
                 r.select_warps,
@@ -198,9 +198,11 @@ def _union_cases() -> dict[str, Case]:
                     r.union_warps,
                     0,
                     {
-                        "TILE": r.attend_tile,
+                        "TILE": r.tile,
                         "ROOM": r.union_room,
                         "BLOCKS": r.tile_blocks,
+                        "SPAN": union.SPAN,
+                        "APART": 8,
                     },
                 )
             ),
@@ -208,14 +210,14 @@ def _union_cases() -> dict[str, Case]:
         "invert_sum": Case(
             union.invert_sum_kernel,
             _pointers("i32", "hist_ptr", "part_ptr") | _ints("keys", "parts"),
-            {"STEP": union.KEYS, "TILE": 64},
+            {"STEP": union.KEYS, "TILE": 64, "APART": 8},
             _launches(lambda _: Launch(8)),
         ),
         "invert_offset": Case(
             union.invert_offset_kernel,
             _pointers("i32", "hist_ptr", "part_ptr", "offset_ptr", "first_ptr")
             | _ints("keys", "parts"),
-            {"STEP": union.KEYS, "TILE": 64},
+            {"STEP": union.KEYS, "TILE": 64, "APART": 8},
             _launches(lambda _: Launch(8)),
         ),
         "invert_place": Case(
@@ -233,7 +235,7 @@ def _union_cases() -> dict[str, Case]:
             | _pointers("i32", "pair_ptr", "entry_ptr")
             | _ints(*ints, "num_tiles", "chunk_pairs", "entries", "entry_programs", "steps"),
             pairs | {"ENTRIES": union.ENTRIES},
-            _launches(lambda r: Launch(4, 0, {"TILE": r.attend_tile, "PAIR_TILE": r.pair_tile})),
+            _launches(lambda r: Launch(4, 0, {"TILE": r.tile, "PAIR_TILE": r.pair_tile})),
         ),
     }
 
@@ -263,7 +265,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                     r.tile_warps,
                     0,
                     {
-                        "TILE": r.attend_tile,
+                        "TILE": r.tile,
                         "ROOM": r.union_room,
                         "BLOCKS": r.tile_blocks,
                         "STEP": r.tile_step,
@@ -296,7 +298,6 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                         "HEADS_UP": 16,
                         "N": 32,
                         "STAGES": r.pair_stages,
-                        "STORE": r.pair_store,
                     },
                     r.pair_options,
                 ),
@@ -314,7 +315,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
             | _ints("chunk", "chunk_tiles"),
             shape | {"TOPK": TOPK, "W": W},
             _launches(
-                lambda r: Launch(r.merge_warps, 0, {"TILE": r.attend_tile, "ROWS": r.merge_rows}),
+                lambda r: Launch(r.merge_warps, 0, {"TILE": r.tile, "ROWS": r.merge_rows}),
                 dtype,
             ),
             may_spill=spills,
@@ -327,7 +328,7 @@ PREFILL_CASES: dict[str, Case] = {
     **_union_cases(),
     **{
         f"select_{stage}_{dtype}_d{width}": _select_case(dtype, width, stage)
-        for stage in ("tile", "group", "redo")
+        for stage in ("alone", "tile", "group", "redo")
         for dtype, width in (("bf16", 128), ("fp16", 64), ("fp32", 128))
     },
     **_attend_cases("bf16", 128, 64),

@@ -242,13 +242,9 @@ def tile_bound(num_rows, num_seqs, tile):
     return max(min(num_rows, -(-num_rows // tile) + 2 * num_seqs), 1)
 
 
-def group_shapes(num_rows, num_seqs, tile, wide=0):
-    """Shapes of the int32 tensors that group_rows fills: every one is written before it is read.
-
-    wide: rows of the tiles of a second list, "wide"; 0: there is none.
-    """
-    second = {"wide": (tile_bound(num_rows, num_seqs, wide), TILE_FIELDS)} if wide else {}
-    return second | {
+def group_shapes(num_rows, num_seqs, tile):
+    """Shapes of the int32 tensors that group_rows fills: every one is written before it is read."""
+    return {
         "first": (num_rows,),
         "last": (num_rows,),
         "page": (num_rows,),
@@ -275,11 +271,9 @@ def group_rows(
     block,
     local_blocks,
     tile,
-    wide=0,
     starts_given=False,
 ):
-    """Class and order of all rows of a step, and the lists of tiles; once a step, four launches or
-    six.
+    """Class and order of all rows of a step, and the list of tiles; once a step, four launches.
 
     row_seq, row_pos, query_page, num_pages int32 [N]; query_start int32 [R + 1]; starts int32 [R,
     pages, 2] (first token, count) or None when no row has a page; ranges int32 [R, blocks, 2]; each
@@ -327,37 +321,34 @@ def group_rows(
     rows_count_kernel[(chunks,)](
         row_pos, groups["page"], groups["part"], groups["before"], num_rows, ROWS=CHUNK, num_warps=4
     )
-    for name, rows in (("tiles", tile), ("wide", wide)):
-        if not rows:
-            continue
-        tiles = groups[name]
-        rows_tiles_kernel[(1,)](
-            query_start,
-            groups["before"],
-            groups["seq_tile"],
-            num_rows,
-            num_seqs,
-            TILE=rows,
-            SEQS=256,
-            num_warps=4,
-        )
-        num_tiles = tiles.shape[0]
-        rows_order_kernel[(chunks + -(-num_tiles // CHUNK),)](
-            row_seq,
-            row_pos,
-            groups["page"],
-            query_start,
-            groups["before"],
-            groups["seq_tile"],
-            groups["order"],
-            tiles,
-            num_rows,
-            num_seqs,
-            num_tiles,
-            chunks,
-            num_seqs.bit_length(),
-            TILE=rows,
-            ROWS=CHUNK,
-            FIELDS=TILE_FIELDS,
-            num_warps=4,
-        )
+    tiles = groups["tiles"]
+    rows_tiles_kernel[(1,)](
+        query_start,
+        groups["before"],
+        groups["seq_tile"],
+        num_rows,
+        num_seqs,
+        TILE=tile,
+        SEQS=256,
+        num_warps=4,
+    )
+    num_tiles = tiles.shape[0]
+    rows_order_kernel[(chunks + -(-num_tiles // CHUNK),)](
+        row_seq,
+        row_pos,
+        groups["page"],
+        query_start,
+        groups["before"],
+        groups["seq_tile"],
+        groups["order"],
+        tiles,
+        num_rows,
+        num_seqs,
+        num_tiles,
+        chunks,
+        num_seqs.bit_length(),
+        TILE=tile,
+        ROWS=CHUNK,
+        FIELDS=TILE_FIELDS,
+        num_warps=4,
+    )

@@ -13,7 +13,6 @@ class PrefillRow(NamedTuple):
     """How the prefill kernels are launched on one arch.
 
     tile            rows of one tile of the grouped order
-    wide            rows of one tile of attention, where it takes more than selection; 0: the same
     select_*        groups (blocks of one step), warps, stages, further options of the first pass
     few_*           of the pass over a row's doubtful groups: warps, most programs, and rows of its
                     matrix products where fewer than a tile give the same bits; 0: a tile
@@ -25,15 +24,15 @@ class PrefillRow(NamedTuple):
     tile_*          the tile kernel: union blocks in one step, local keys in one step, its options
     local_stages    of its loop over the local keys
     budget          bytes for the partial results of one chunk of tiles
-    pair_*          the kernel by block: rows of one entry, the most programs, which take one entry
-                    after another, heads that one walks, eviction policy of its stores ("": none)
+    pair_*          the kernel by block: rows of one program, heads that it walks
+    beside          lists by block and their attention on a second stream, beside the tiles: the one
+                    waits for L2, the other for its own instructions. Where it was run
     dependent       programmatic dependent launch, where it was run
     merge_*         of the merge: rows taken together, warps, and the most programs, which take
                     such rows one after another
     """
 
     tile: int = 64
-    wide: int = 0
     select_groups: int = 64
     select_warps: int = 4
     select_stages: int = 3
@@ -53,20 +52,15 @@ class PrefillRow(NamedTuple):
     tile_options: Mapping[str, Any] = NOTHING
     budget: int = 1 << 30
     pair_tile: int = 64
-    pair_programs: int = 1 << 20
     pair_heads: int = 10
     pair_warps: int = 4
     pair_stages: int = 2
-    pair_store: str = ""
     pair_options: Mapping[str, Any] = NOTHING
+    beside: bool = False
     dependent: bool = False
     merge_rows: int = 2
     merge_warps: int = 1
     merge_programs: int = 4224
-
-    @property
-    def attend_tile(self) -> int:
-        return self.wide or self.tile
 
     @property
     def union_room(self) -> int:
@@ -93,6 +87,7 @@ PREFILL: dict[str, PrefillRow] = {
         tile_options=MappingProxyType({"maxnreg": 128}),  # four programs at a time
         budget=2 << 30,
         pair_stages=3,
+        beside=True,
     ),
     "sm100": PrefillRow(select_warps=8, few_warps=8, tile_warps=8),
     "sm120": _REGISTER_BOUND,

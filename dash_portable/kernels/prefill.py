@@ -16,11 +16,15 @@ from .select_prefill import (
 from .union import (
     ENTRIES,
     KEYS,
+    SPAN,
+    apart,
     invert_offset_kernel,
     invert_place_kernel,
     invert_sum_kernel,
     union_kernel,
 )
+
+LEAST_GROUPS = 32  # of the first launch of selection: fewer are not worth a kernel of their own
 
 
 def launch_of(kernel, grid, consts, fixed, warps, **options):
@@ -47,8 +51,8 @@ def select_shapes(num_rows, num_seqs):
 
 
 class SelectPrefill:
-    """The blocks of a step's rows, grouped by group_rows: two launches, three where a row may have
-    more blocks than the first keeps, and a fill.
+    """The blocks of a step's rows, grouped by group_rows: one launch, or, where a row may have more
+    blocks than it keeps, three and a fill.
 
     summaries [R, blocks, D] and ranges int32 [R, blocks, 2] (None when no row has a page), each
     sequence contiguous; row_pos int32 [N]; groups: what group_rows fills; scratch: tensors of
@@ -78,6 +82,10 @@ class SelectPrefill:
         paged = ranges is not None
         tiles = groups["tiles"]
         num_tiles = tiles.shape[0]
+        blocks, at_once = summaries.shape[1], launch.select_groups
+        alone = blocks <= 2 * at_once
+        if blocks <= at_once and at_once > LEAST_GROUPS:  # half of them keep all blocks too
+            at_once //= 2
         consts = {
             "D": width,
             "DP": power_of_two(max(width, 16)),
@@ -86,7 +94,7 @@ class SelectPrefill:
             "WINDOW": window,
             "W": power_of_two(max(window, 2)),
             "TILE": launch.tile,
-            "GROUPS": launch.select_groups,
+            "GROUPS": at_once,
             "HAS_PAGES": paged,
             "PDL": launch.dependent,
         }
@@ -114,20 +122,21 @@ class SelectPrefill:
         self.first = launch_of(
             select_tile_kernel,
             num_tiles,
-            consts | tiled | {"STAGES": launch.select_stages},
+            consts | tiled | {"STAGES": launch.select_stages, "ALONE": alone},
             fixed,
             launch.select_warps,
             **launch.select_options,
         )
-        self.few = None
-        if summaries.shape[1] > 2 * launch.select_groups:
-            self.few = launch_of(
-                select_group_kernel,
-                min(num_rows, launch.few_programs),
-                consts | {"TILE": launch.few_tile or launch.tile},
-                fixed,
-                launch.few_warps,
-            )
+        self.few = self.redo = None
+        if alone:
+            return
+        self.few = launch_of(
+            select_group_kernel,
+            min(num_rows, launch.few_programs),
+            consts | {"TILE": launch.few_tile or launch.tile},
+            fixed,
+            launch.few_warps,
+        )
         self.redo = launch_of(
             select_redo_kernel,
             max(num_tiles, -(-num_rows // launch.tile)),
@@ -140,11 +149,13 @@ class SelectPrefill:
         """ids and bias of the rows of index_query [N, D], rotated, contiguous."""
         if self._empty:
             return
-        self._counts.zero_()
         factor = scale * self._root
+        if self.redo is None:
+            self.first(index_query, factor, floor)
+            return
+        self._counts.zero_()
         self.first(index_query, factor, floor)
-        if self.few is not None:
-            self.few(index_query, factor, floor)
+        self.few(index_query, factor, floor)
         self.redo(index_query, factor, floor)
 
 
@@ -167,7 +178,7 @@ def attend_shapes(
     element: bytes of one number of the query's dtype; budget: bytes for the partial results of one
     chunk.
     """
-    tile = launch.attend_tile
+    tile = launch.tile
     by_block = max_blocks > launch.limit_of(max_blocks)
     chunks, chunk_tiles = 1, num_tiles
     if by_block:
@@ -181,7 +192,7 @@ def attend_shapes(
         "place": ("int32", (room,)),
         "weight": ("float32", (room, tile)),
         "mass": ("float32", (num_rows, heads)),
-        "hist": ("int32", (chunks * (keys + 1),)),
+        "hist": ("int32", (chunks * (keys * apart(keys) + 1),)),
         "rank": ("int32", (num_rows, topk)),
     }
     if not by_block:  # no lists, and no partial results, which are nearly all of the memory
@@ -204,8 +215,9 @@ class AttendPrefill:
     heads: query heads; width: of a head; kv_heads, cache_block: of the cache; block_table int32 [R,
     blocks]; row_pos int32 [N]; groups: what group_rows fills; scratch: the tensors of
     attend_shapes; launch: the row of launch_prefill that gave the shapes; max_blocks: sparse blocks
-    of the longest sequence. Where no tile can have too many blocks: two launches. Else a fill, five
-    or six, and two for each chunk.
+    of the longest sequence; beside: a `with` for what may run beside the tiles, until its `join`.
+    Where no tile can have too many blocks: two launches. Else a fill, four or five, and two for
+    each chunk.
     """
 
     def __init__(
@@ -223,17 +235,19 @@ class AttendPrefill:
         local,
         max_blocks,
         launch,
+        beside,
     ):
         num_rows, topk = scratch["rank"].shape
+        self._beside = beside
         self._empty = num_rows == 0
-        tiles = groups.get("wide", groups["tiles"])
+        tiles = groups["tiles"]
         num_tiles = tiles.shape[0]
         limit = launch.limit_of(max_blocks)
         self._by_block = max_blocks > limit
         self._chunks = scratch["offset"].shape[0] if self._by_block else 1
         chunks, self._chunk_tiles = self._chunks, -(-num_tiles // self._chunks)
         self._hist = scratch["hist"]
-        keys = self._hist.shape[0] // chunks - 1
+        keys = block_table.shape[0] * max_blocks
         consts = {
             "HQ": heads,
             "G": heads // kv_heads,
@@ -244,7 +258,8 @@ class AttendPrefill:
             "LOCAL": local,
             "TOPK": topk,
             "W": power_of_two(max(topk, 2)),
-            "TILE": launch.attend_tile,
+            "TILE": launch.tile,
+            "APART": apart(keys),
             "FIELDS": TILE_FIELDS,
             "PDL": launch.dependent,
         }
@@ -262,7 +277,7 @@ class AttendPrefill:
             "num_tiles": num_tiles,
             "limit": limit,
             "chunk_tiles": self._chunk_tiles,
-            "listed_count_ptr": scratch["hist"][chunks * keys :],
+            "listed_count_ptr": scratch["hist"][chunks * keys * apart(keys) :],
         } | {f"{name}_ptr": tensor for name, tensor in scratch.items()}
         room = {"ROOM": launch.union_room, "BLOCKS": launch.tile_blocks}
 
@@ -273,7 +288,7 @@ class AttendPrefill:
             union_kernel,
             num_tiles,
             launch.union_warps,
-            room | {"WIDTH": heads * width},
+            room | {"WIDTH": heads * width, "SPAN": SPAN},
         )
         self.tile = made(
             attend_tile_kernel,
@@ -316,7 +331,7 @@ class AttendPrefill:
         )
         self.pair = made(
             attend_pair_kernel,
-            min(entries, launch.pair_programs) * (heads // walked),
+            entries * (heads // walked),
             launch.pair_warps,
             {
                 "PAIR_TILE": launch.pair_tile,
@@ -324,11 +339,10 @@ class AttendPrefill:
                 "HEADS_UP": power_of_two(walked),
                 "N": max(block, LEAST_KEYS),
                 "STAGES": launch.pair_stages,
-                "STORE": launch.pair_store,
             },
             **launch.pair_options,
         )
-        items = heads * self._chunk_tiles * (launch.attend_tile // launch.merge_rows)
+        items = heads * self._chunk_tiles * (launch.tile // launch.merge_rows)
         self.merge = made(
             attend_merge_kernel,
             min(items, launch.merge_programs),
@@ -351,11 +365,15 @@ class AttendPrefill:
             return
         self._hist.zero_()
         self.union(ids, bias, out)
-        if self.sum is not None:
-            self.sum()
-        self.offset()
-        self.place(ids)
+        with self._beside:
+            if self.sum is not None:
+                self.sum()
+            self.offset()
+            self.place(ids)
+            self.pair(query, cache, bias, 0, 0, *strides)
         self.tile(query, cache, out, *strides)
-        for chunk in range(self._chunks):
+        self._beside.join()
+        self.merge(ids, out, 0)
+        for chunk in range(1, self._chunks):
             self.pair(query, cache, bias, chunk, chunk * self._chunk_tiles, *strides)
             self.merge(ids, out, chunk)

@@ -6,7 +6,8 @@ The window's best are then taken from the two times GROUPS candidates. A row is 
 group's third reaches the last one taken. Of the others (about one in seven with 64 groups), those
 with few such groups go to a list, and a second launch looks at all blocks of these groups; the rest
 (all rows when scores are equal) go to another, and a third launch passes all their blocks with a
-running window. All are exact, and a row's path depends on the row alone.
+running window. All are exact, and a row's path depends on the row alone. Rows that have no more
+blocks than candidates are certain; where all rows are so, the first launch is the only one.
 """
 
 import triton
@@ -111,6 +112,18 @@ def _end_rows(
 
 
 @triton.jit
+def _empty_padding(pos_ptr, ids_ptr, bias_ptr, num_rows, TOPK, W: tl.constexpr, TILE: tl.constexpr):
+    """No blocks for the padding among this program's share of all rows."""
+    w = tl.arange(0, W)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    padding = tl.load(pos_ptr + row, mask=row < num_rows, other=0) < 0
+    out = row.to(tl.int64)[:, None] * TOPK + w[None, :]
+    out_ok = padding[:, None] & (w[None, :] < TOPK)
+    tl.store(ids_ptr + out, tl.full((TILE, W), -1, tl.int32), mask=out_ok)
+    tl.store(bias_ptr + out, tl.zeros((TILE, W), tl.float32), mask=out_ok)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def select_tile_kernel(
     query_ptr,
     summary_ptr,
@@ -127,6 +140,7 @@ def select_tile_kernel(
     redo_ptr,
     few_ptr,
     best_ptr,
+    num_rows,
     factor,
     floor,
     inv_sigma,
@@ -141,14 +155,20 @@ def select_tile_kernel(
     TILE: tl.constexpr,
     GROUPS: tl.constexpr,
     HAS_PAGES: tl.constexpr,
+    ALONE: tl.constexpr,
     STAGES: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One tile of rows of one class: one pass over its blocks, the window's best, the finish;
     doubtful rows to one of the lists.
+
+    ALONE: no sequence has more than 2 * GROUPS blocks, so no row is doubtful, and no launch follows
+    that empties the padding.
     """
     follow(PDL)
+    if ALONE:
+        _empty_padding(pos_ptr, ids_ptr, bias_ptr, num_rows, TOPK, W, TILE)
     record = tile_ptr + (tl.num_programs(0) - 1 - tl.program_id(0)) * FIELDS  # long rows first
     seq = tl.load(record)
     if seq >= 0:
@@ -177,12 +197,17 @@ def select_tile_kernel(
         third = tl.full((TILE, GROUPS), float("-inf"), tl.float32)
         one_at = tl.zeros((TILE, GROUPS), tl.int32)
         two_at = tl.zeros((TILE, GROUPS), tl.int32)
-        for o in tl.range(begin, common, GROUPS, num_stages=STAGES):
-            block = o + n
-            key = _keys(summary, block, n >= 0, d, D)
-            raw = tl.dot(query, key, input_precision="ieee")
-            score = raw * root * factor  # final_score while no clamp bites
-            one, one_at, two, two_at, third = _keep_two(score, o, one, one_at, two, two_at, third)
+        if ALONE:  # every score is clamped, so that every row is certain
+            common = begin
+        else:
+            for o in tl.range(begin, common, GROUPS, num_stages=STAGES):
+                block = o + n
+                key = _keys(summary, block, n >= 0, d, D)
+                raw = tl.dot(query, key, input_precision="ieee")
+                score = raw * root * factor  # final_score while no clamp bites
+                one, one_at, two, two_at, third = _keep_two(
+                    score, o, one, one_at, two, two_at, third
+                )
         for o in tl.range(tl.maximum(begin, common), final + 1, GROUPS, num_stages=1):
             block = o + n
             key = _keys(summary, block, block <= final, d, D)
@@ -194,14 +219,14 @@ def select_tile_kernel(
             score = tl.where(ok, score, float("-inf"))
             one, one_at, two, two_at, third = _keep_two(score, o, one, one_at, two, two_at, third)
 
-        left_out = tl.max(third, 1)
         w = tl.arange(0, W)
         best = tl.full((TILE, W), EMPTY, tl.int64)
         one_at = one_at + n[None, :]
         two_at = two_at + n[None, :]
         most = tl.max(one, 1)
         least = most
-        for k in range(WINDOW):
+        blocks = final + 1 - tl.min(first, 0)
+        for k in range(tl.minimum(blocks, WINDOW)):  # with fewer blocks the last taken is the last
             least = tl.max(one, 1)
             block = tl.min(tl.where(one == least[:, None], one_at, 0x7FFFFFFF), 1)
             key = tl.where(least > float("-inf"), pack_score(least, block), EMPTY)
@@ -210,36 +235,39 @@ def select_tile_kernel(
             one = tl.where(taken, two, one)
             one_at = tl.where(taken, two_at, one_at)
             two = tl.where(taken, float("-inf"), two)
-        # Where every row may choose a block the clamp and NaN were not looked at: neither can be
-        # among the best while the last one taken lies above both, and the first below the clamp.
-        bound = tl.abs(factor) * CLAMP
-        plain = (least > tl.maximum(-bound, BAD_SCORE)) & (most < bound)
-        certain = plain & (left_out < least)
-        certain = certain | ((common <= begin) & (left_out == float("-inf")))
-        doubtful = live & (certain == 0)
-        if tl.max(doubtful.to(tl.int32), 0) > 0:
-            reached = (third >= least[:, None]).to(tl.int32)
-            packed = tl.zeros((TILE,), tl.int32)
-            for _ in tl.static_range(FEW):
-                group = tl.min(tl.where(reached > 0, n[None, :], NO_GROUP), 1)
-                packed = (packed << 8) | group
-                reached = tl.where(n[None, :] == group[:, None], 0, reached)
-            few = doubtful & plain & (tl.max(reached, 1) == 0)
-            one_few = few.to(tl.int32)
-            count = tl.sum(one_few, 0)
-            place = tl.atomic_add(redo_count_ptr, count, sem="relaxed", mask=count > 0)
-            place = place + tl.cumsum(one_few, 0) - one_few
-            tl.store(few_ptr + place * LISTED, i, mask=few)
-            tl.store(few_ptr + place * LISTED + 1, seq, mask=few)
-            tl.store(few_ptr + place * LISTED + 2, packed, mask=few)
-            keys = best_ptr + place.to(tl.int64)[:, None] * (2 * W) + w[None, :]
-            tl.store(keys, (best >> 32).to(tl.int32), mask=few[:, None])
-            tl.store(keys + W, best.to(tl.int32), mask=few[:, None])
-            redo = (doubtful & (few == 0)).to(tl.int32)
-            many = tl.sum(redo, 0)
-            place = tl.atomic_add(redo_count_ptr + 1 + seq, many, sem="relaxed", mask=many > 0)
-            place = tl.load(record + 5) + place + tl.cumsum(redo, 0) - redo
-            tl.store(redo_ptr + place, i, mask=redo > 0)
+        if not ALONE:
+            # Where every row may choose a block the clamp and NaN were not looked at: neither can
+            # be among the best while the last one taken lies above both, and the first below the
+            # clamp.
+            left_out = tl.max(third, 1)
+            bound = tl.abs(factor) * CLAMP
+            plain = (least > tl.maximum(-bound, BAD_SCORE)) & (most < bound)
+            certain = plain & (left_out < least)
+            certain = certain | ((common <= begin) & (left_out == float("-inf")))
+            doubtful = live & (certain == 0)
+            if tl.max(doubtful.to(tl.int32), 0) > 0:
+                reached = (third >= least[:, None]).to(tl.int32)
+                packed = tl.zeros((TILE,), tl.int32)
+                for _ in tl.static_range(FEW):
+                    group = tl.min(tl.where(reached > 0, n[None, :], NO_GROUP), 1)
+                    packed = (packed << 8) | group
+                    reached = tl.where(n[None, :] == group[:, None], 0, reached)
+                few = doubtful & plain & (tl.max(reached, 1) == 0)
+                one_few = few.to(tl.int32)
+                count = tl.sum(one_few, 0)
+                place = tl.atomic_add(redo_count_ptr, count, sem="relaxed", mask=count > 0)
+                place = place + tl.cumsum(one_few, 0) - one_few
+                tl.store(few_ptr + place * LISTED, i, mask=few)
+                tl.store(few_ptr + place * LISTED + 1, seq, mask=few)
+                tl.store(few_ptr + place * LISTED + 2, packed, mask=few)
+                keys = best_ptr + place.to(tl.int64)[:, None] * (2 * W) + w[None, :]
+                tl.store(keys, (best >> 32).to(tl.int32), mask=few[:, None])
+                tl.store(keys + W, best.to(tl.int32), mask=few[:, None])
+                redo = (doubtful & (few == 0)).to(tl.int32)
+                many = tl.sum(redo, 0)
+                place = tl.atomic_add(redo_count_ptr + 1 + seq, many, sem="relaxed", mask=many > 0)
+                place = tl.load(record + 5) + place + tl.cumsum(redo, 0) - redo
+                tl.store(redo_ptr + place, i, mask=redo > 0)
         _end_rows(best, i, live, pos, ids_ptr, bias_ptr, floor, inv_sigma, BLOCK, TOPK, WINDOW, W)
 
 
@@ -359,14 +387,8 @@ def select_redo_kernel(
     padding rows.
     """
     follow(PDL)
+    _empty_padding(pos_ptr, ids_ptr, bias_ptr, num_rows, TOPK, W, TILE)
     w = tl.arange(0, W)
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    padding = tl.load(pos_ptr + row, mask=row < num_rows, other=0) < 0
-    out = row.to(tl.int64)[:, None] * TOPK + w[None, :]
-    out_ok = padding[:, None] & (w[None, :] < TOPK)
-    tl.store(ids_ptr + out, tl.full((TILE, W), -1, tl.int32), mask=out_ok)
-    tl.store(bias_ptr + out, tl.zeros((TILE, W), tl.float32), mask=out_ok)
-
     record = tile_ptr + tl.program_id(0) * FIELDS
     seq = tl.load(record)
     begin = tl.load(record + 4) * TILE

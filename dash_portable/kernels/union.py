@@ -1,10 +1,10 @@
 """Unions of a tile's chosen blocks, and the inversion: for every block the rows that chose it.
 
-The union kernel walks the distinct blocks of a tile in ascending order. Up to `limit` of them
-become the tile's union, with each row's bias (-inf: not chosen); a tile with more is counted -1 and
-its (row, block) pairs go into the lists by block that the inversion completes. Pairs are numbered
-by the row's place in the grouped order, so the tiles of one chunk hold one run of numbers and a
-chunk's partial results fit a buffer of a chosen size.
+The union kernel walks the distinct blocks of a tile in ascending order, those within SPAN of one
+another together. Up to `limit` of them become the tile's union, with each row's bias (-inf: not
+chosen); a tile with more is counted -1 and its (row, block) pairs go into the lists by block that
+the inversion completes. Pairs are numbered by the row's place in the grouped order, so the tiles of
+one chunk hold one run of numbers and a chunk's partial results fit a buffer of a chosen size.
 """
 
 import triton
@@ -14,6 +14,13 @@ from .primitives import LOG2E, follow
 
 KEYS = 2048  # (sequence, block) keys of one program of the offsets
 ENTRIES = 256  # of one program of the list of tiles
+SPAN = 16  # blocks in a row that a tile looks at together
+FEW_KEYS = 1 << 15  # their counters lie in sectors of their own, so that atomics do not queue
+
+
+def apart(keys):
+    """From one key's counter to the next, in int32."""
+    return 8 if keys <= FEW_KEYS else 1
 
 
 @triton.jit
@@ -28,19 +35,6 @@ def _distinct(ids):
     bits = tl.reduce(tl.reduce(tl.where(ids >= 0, bit, 0), 1, _either), 0, _either)
     n = tl.arange(0, 64)
     return tl.sum((bits >> n.to(tl.int64)) & 1, 0).to(tl.int32)
-
-
-@triton.jit
-def _fill(
-    weight_ptr, union_ptr, place_ptr, table_row, room, begin, end, block, r, TILE: tl.constexpr,
-    P: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Entries begin .. end of a union: a block of the tile, chosen by no row."""
-    for f in range(begin, end):
-        tl.store(weight_ptr + (room + f) * TILE + r, tl.full((TILE,), float("-inf"), tl.float32))
-        tl.store(union_ptr + room + f, block)
-        if P % BLOCK == 0:
-            tl.store(place_ptr + room + f, tl.load(table_row + block * BLOCK // P))
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_blocks", "keys", "chunk_tiles", "limit"])
@@ -75,6 +69,8 @@ def union_kernel(
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
     BLOCKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    APART: tl.constexpr,
     FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -103,54 +99,57 @@ def union_kernel(
         i = tl.load(order_ptr + begin + r, mask=live, other=0).to(tl.int64)
         pair_ok = live[:, None] & (w < TOPK)
         ids = tl.load(ids_ptr + i[:, None] * TOPK + w, mask=pair_ok, other=-1)
-        bias = tl.load(bias_ptr + i[:, None] * TOPK + w, mask=pair_ok, other=0.0) * LOG2E
         table_row = table_ptr + seq.to(tl.int64) * stride_tr
         none: tl.constexpr = 0x7FFFFFFF
-        count = tl.zeros((), tl.int32)
-        clear = tl.zeros((), tl.int32)
-        block = tl.min(tl.min(tl.where(ids >= 0, ids, none), 1), 0)
         pos = tl.load(pos_ptr + i, mask=live, other=none)
         nearest = tl.maximum(tl.min(pos, 0) + 1 - LOCAL, 0)
-        # A tile that surely has too many need not walk to the limit.
-        blocks = tl.where(_distinct(ids) > limit, limit, 0)
         room = t.to(tl.int64) * ROOM
-        last = block
-        while (block < none) & (blocks < limit):
-            if BLOCKS > 1:  # noqa: SIM102 - a constant, no part of a condition on values
-                if (count == clear) & ((block + 1) * BLOCK > nearest):
-                    filled = (count + BLOCKS - 1) // BLOCKS * BLOCKS
-                    _fill(weight_ptr, union_ptr, place_ptr, table_row, room, count, filled,
-                          last, r, TILE, P, BLOCK)  # fmt: skip
-                    count, clear = filled, filled
-            at = room + count
-            held = block
+        clear = tl.zeros((), tl.int32)
+        filled = tl.zeros((), tl.int32)
+        block = tl.min(tl.min(tl.where(ids >= 0, ids, none), 1), 0)
+        lowest = block
+        # A tile that surely has too many need not walk to the limit.
+        blocks = tl.where(_distinct(ids) > limit, limit + 1, 0)
+        while (block < none) & (blocks <= limit):
+            # The blocks behind it too: rows that choose alike choose neighbours.
+            span = block + tl.arange(0, SPAN)
+            weight = tl.full((SPAN, TILE), float("-inf"), tl.float32)
+            for c in range(TOPK):
+                one = tl.load(ids_ptr + i[None, :] * TOPK + c, mask=live[None, :], other=-1)
+                bias = tl.load(bias_ptr + i[None, :] * TOPK + c, mask=live[None, :], other=0.0)
+                weight = tl.where(one == span[:, None], bias * LOG2E, weight)
+            used = tl.max((weight != float("-inf")).to(tl.int32), 1)
+            far = (span + 1) * BLOCK <= nearest
+            number = blocks + tl.cumsum(used, 0) - used
+            blocks += tl.sum(used, 0)
+            clear += tl.sum(tl.where(far, used, 0), 0)
+            filled = (clear + BLOCKS - 1) // BLOCKS * BLOCKS
+            number += tl.where(far, 0, filled - clear)
+            ok = (used > 0) & (number < ROOM)
+            at = room + number
+            tl.store(union_ptr + at, span, mask=ok)
             if P % BLOCK == 0:  # the cache block that holds it: no head has to look it up
-                held = tl.load(table_row + block * BLOCK // P)
-            weight = tl.max(tl.where(ids == block, bias, float("-inf")), 1)
-            tl.store(weight_ptr + at * TILE + r, weight)
-            tl.store(union_ptr + at, block)
-            count += 1
-            blocks += 1
-            clear = tl.where((block + 1) * BLOCK <= nearest, count, clear)
-            last = block
-            block = tl.min(tl.min(tl.where(ids > block, ids, none), 1), 0)
-            tl.store(place_ptr + at, held)
-        if BLOCKS > 1:  # noqa: SIM102
-            if (block == none) & (count == clear):
-                filled = (count + BLOCKS - 1) // BLOCKS * BLOCKS
-                _fill(weight_ptr, union_ptr, place_ptr, table_row, room, count, filled, last,
-                      r, TILE, P, BLOCK)  # fmt: skip
-                count, clear = filled, filled
-        tl.store(count_ptr + t * 2, tl.where(block < none, -1, count))
-        tl.store(count_ptr + t * 2 + 1, tl.where(block < none, 0, clear))
-        if block < none:
+                held = tl.load(table_row + span * BLOCK // P, mask=ok, other=0)
+                tl.store(place_ptr + at, held, mask=ok)
+            tl.store(weight_ptr + at[:, None] * TILE + r[None, :], weight, mask=ok[:, None])
+            block = tl.min(tl.min(tl.where(ids >= block + SPAN, ids, none), 1), 0)
+        for f in range(clear, filled):  # blocks of the tile, chosen by no row
+            nobody = tl.full((TILE,), float("-inf"), tl.float32)
+            tl.store(weight_ptr + (room + f) * TILE + r, nobody)
+            tl.store(union_ptr + room + f, lowest)
+            if P % BLOCK == 0:
+                tl.store(place_ptr + room + f, tl.load(table_row + lowest * BLOCK // P))
+        listed = blocks > limit
+        tl.store(count_ptr + t * 2, tl.where(listed, -1, blocks + filled - clear))
+        tl.store(count_ptr + t * 2 + 1, tl.where(listed, 0, filled))
+        if listed:
             chunk = t // chunk_tiles
             number = tl.atomic_add(listed_count_ptr + chunk, 1, sem="relaxed")
             tl.store(listed_ptr + chunk * chunk_tiles + number, t)
-            list_at = hist_ptr + (t // chunk_tiles).to(tl.int64) * keys + seq * max_blocks
+            list_at = hist_ptr + (chunk.to(tl.int64) * keys + seq * max_blocks) * APART
             pair_ok = pair_ok & (ids >= 0) & (ids < max_blocks)
             rank = tl.atomic_add(
-                list_at + ids, tl.full((TILE, W), 1, tl.int32), mask=pair_ok, sem="relaxed"
+                list_at + ids * APART, tl.full((TILE, W), 1, tl.int32), mask=pair_ok, sem="relaxed"
             )
             tl.store(rank_ptr + (begin + r).to(tl.int64)[:, None] * TOPK + w, rank, mask=pair_ok)
     else:
@@ -165,13 +164,14 @@ def invert_sum_kernel(
     parts,
     STEP: tl.constexpr,
     TILE: tl.constexpr,
+    APART: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Pairs and tiles of each run of STEP keys of a chunk; only where there are several runs."""
     follow(PDL)
     run, chunk = tl.program_id(0) % parts, tl.program_id(0) // parts
     k = run * STEP + tl.arange(0, STEP)
-    count = tl.load(hist_ptr + chunk.to(tl.int64) * keys + k, mask=k < keys, other=0)
+    count = tl.load(hist_ptr + (chunk.to(tl.int64) * keys + k) * APART, mask=k < keys, other=0)
     tl.store(part_ptr + (chunk * parts + run) * 2, tl.sum(count, 0))
     tl.store(part_ptr + (chunk * parts + run) * 2 + 1, tl.sum((count + TILE - 1) // TILE, 0))
 
@@ -186,6 +186,7 @@ def invert_offset_kernel(
     parts,
     STEP: tl.constexpr,
     TILE: tl.constexpr,
+    APART: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Where each key's list begins in its chunk's pairs, and its first tile: offset, first [chunks,
@@ -202,7 +203,7 @@ def invert_offset_kernel(
             pairs += tl.sum(tl.load(at, mask=o + j < run, other=0), 0)
             tiles += tl.sum(tl.load(at + 1, mask=o + j < run, other=0), 0)
     k = run * STEP + j
-    count = tl.load(hist_ptr + chunk.to(tl.int64) * keys + k, mask=k < keys, other=0)
+    count = tl.load(hist_ptr + (chunk.to(tl.int64) * keys + k) * APART, mask=k < keys, other=0)
     more = (count + TILE - 1) // TILE
     out = chunk.to(tl.int64) * (keys + 1)
     tl.store(offset_ptr + out + k, pairs + tl.cumsum(count, 0) - count, mask=k < keys)

@@ -16,6 +16,7 @@ from dash_portable.config import DashConfig
 from dash_portable.kernels import group_rows as grouping
 from dash_portable.kernels import prefill
 from dash_portable.kernels.launch_prefill import PrefillRow
+from dash_portable.streams import Beside, InOrder
 
 OUTSIDE = 2**30
 POISON = 0x7FFFFFFF
@@ -147,7 +148,7 @@ class Batch:
 
     # ---------------------------------------------------------------- the kernels
     def grouped(self, launch: PrefillRow, *, given: bool = False) -> dict[str, Tensor]:
-        shapes = grouping.group_shapes(self.num_rows, len(self.parts), launch.tile, launch.wide)
+        shapes = grouping.group_shapes(self.num_rows, len(self.parts), launch.tile)
         groups = {k: torch.full(s, POISON, dtype=torch.int32) for k, s in shapes.items()}
         grouping.group_rows(
             self.row["seq"],
@@ -163,7 +164,6 @@ class Batch:
             block=self.config.block,
             local_blocks=self.config.local_blocks,
             tile=launch.tile,
-            wide=launch.wide,
             starts_given=given,
         )
         return groups
@@ -174,7 +174,7 @@ class Batch:
     def select(
         self, launch: PrefillRow, groups: dict[str, Tensor], scale: float | None = None
     ) -> tuple[Tensor, Tensor, int]:
-        """ids, bias and the number of rows of the second launch."""
+        """ids, bias and the number of rows that the launches after the first looked at."""
         shapes = prefill.select_shapes(self.num_rows, len(self.parts))
         scratch = {k: torch.full(s, POISON, dtype=torch.int32) for k, s in shapes.items()}
         ids = torch.full((self.num_rows, self.config.topk), POISON, dtype=torch.int32)
@@ -194,7 +194,7 @@ class Batch:
             launch=launch,
         )
         select(self.index_query, rule.scale[0] if scale is None else scale, rule.floor[0])
-        return ids, bias, int(scratch["redo_count"].sum())
+        return ids, bias, 0 if select.redo is None else int(scratch["redo_count"].sum())
 
     def attend(
         self,
@@ -203,11 +203,12 @@ class Batch:
         ids: Tensor,
         bias: Tensor,
         budget: int = 1 << 30,
+        beside: InOrder | Beside | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         shapes = prefill.attend_shapes(
             self.num_rows,
             len(self.parts),
-            groups.get("wide", groups["tiles"]).shape[0],
+            groups["tiles"].shape[0],
             self.max_blocks,
             self.heads * self.group,
             self.width,
@@ -238,6 +239,7 @@ class Batch:
             local=self.config.local,
             max_blocks=self.max_blocks,
             launch=launch,
+            beside=InOrder() if beside is None else beside,
         )
         attend(self.query, self.cache, ids, bias, out)
         return out, scratch
@@ -283,8 +285,8 @@ class Batch:
         """
         out = torch.zeros(self.query.shape, dtype=dtype)
         for r in range(len(self.parts)):
-            values = self.values[r].to(dtype)
             at = (self.row["seq"] == r) & (self.row["pos"] >= 0)
+            values = self.values[r].to(dtype)
             out[at] = reference.attend(
                 self.query[at].to(dtype),
                 self.keys[r].to(dtype),

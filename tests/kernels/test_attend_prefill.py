@@ -14,7 +14,6 @@ from tests.kernels.tolerance import allowed_error
 BOTH = PrefillRow(tile=16, select_groups=16, union_limit=14, union_all=0, pair_tile=16)
 FORMS = {
     "both": BOTH,
-    "wide": BOTH._replace(wide=32),
     "by-block": BOTH._replace(union_limit=0),
     "by-tile": BOTH._replace(union_all=64),
     "by-tile-two": BOTH._replace(union_limit=63, tile_blocks=2, tile_step=64),

@@ -121,7 +121,7 @@ def test_a_row_by_block_has_its_bits_in_any_batch(
 ) -> None:
     sized(monkeypatch, block=block, local_blocks=local)
     launch = PrefillRow(
-        tile=16, wide=32, union_limit=0, union_all=0, tile_blocks=2, tile_step=step, pair_tile=16
+        tile=16, union_limit=0, union_all=0, tile_blocks=2, tile_step=step, pair_tile=16
     )
     whole = Part(((1, 70), (2, 30)), 6 * block + 150, 50)
     first = Batch([whole], heads=1, dtype=torch.bfloat16)
