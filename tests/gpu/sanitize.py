@@ -7,7 +7,7 @@
 racecheck, initcheck and synccheck likewise. The first run keeps what it compiled in Triton's cache,
 so that the sanitizer watches no compiler. Without torch's caching allocator every tensor is an
 allocation of its own: nothing hides behind it.
-`--only WORD` takes the kinds with this word in their name.
+`--only NAME` takes the kind of this name, or else those with this word in their name.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.perf_counter()
     fed: dict[Shape, Tensor] = {}
     texts = prompts() if INTERPRETED else prompts(page=60, text=500, small=8)
-    for name, kind in kinds(texts).items():
-        if options.only not in name:
-            continue
+    made = kinds(texts)
+    wanted = [options.only] if options.only in made else [k for k in made if options.only in k]
+    for name in wanted:
+        kind = made[name]
         with launched(kind) as kernels:
             if kind.shape not in fed:
                 served = Served(kind.texts, shape=kind.shape, answer=8)
