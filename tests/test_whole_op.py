@@ -39,17 +39,23 @@ SERVED: tuple[tuple[Fake, str, str], ...] = (
     (flash_attn2.CUDA, "a100", "flash_attn2_gather"),
     (flash_attn2.CK, "mi250", "flash_attn2_rocm_segments"),
     (flash_attn2.TRITON, "rx7900", "flash_attn2_rocm_gather"),
+    (flash_attn3.V274, "h200", "flash_attn3_segments"),
     (flash_attn3.V283, "h200", "flash_attn3_in_place"),
+    (flash_attn3.MAIN, "h200", "flash_attn3_gather"),
     (flash_attn4.B36, "b200", "flash_attn4_segments"),
     (vllm_flash_attn.SM80, "a100", "vllm_flash_attn2_in_place"),
     (vllm_flash_attn.SM90, "h200", "vllm_flash_attn3_gather"),
+    (vllm_flash_attn.SM100, "b200", "vllm_flash_attn4_segments"),
     (flashinfer.V06, "h200", "flashinfer_in_place"),
     (flashinfer.V07, "h200", "flashinfer_gather"),
     (aiter.CDNA, "mi300x", "aiter_segments"),
+    (aiter.RDNA, "strix-halo", "aiter_rdna_segments"),
     (aiter.RDNA_NEW, "strix-halo", "aiter_rdna_gather"),
     (xpu.OLD, "b580", "xpu_segments"),
+    (xpu.NEW, "b580", "xpu_gather"),
     (xpu.IPEX, "a770", "ipex_gather"),
     (torch_varlen.V211, "h200", "torch_varlen_gather"),
+    (torch_varlen.V212, "h200", "torch_varlen_segments"),
 )
 
 
@@ -89,8 +95,8 @@ def grid() -> Iterator[tuple[Fake, str, str, int, int]]:
 
 
 def rows() -> list[Any]:
-    """One row of each library in every run, groups in every other; with --full the whole grid."""
-    few = [(*row, *((4, 2) if number % 2 else (3, 3))) for number, row in enumerate(SERVED)]
+    """One row of each fake in every run, with and without groups; with --full the whole grid."""
+    few = [(*row, *heads) for row in SERVED for heads in ((4, 2), (3, 3))]
     more = [row for row in grid() if row not in few]
     named = [(row, f"{row[0].name}-{row[2]}-{row[3]}-{row[4]}") for row in (*few, *more)]
     return [
@@ -104,6 +110,7 @@ def test_the_grid_has_every_library_row_but_those_that_are_refused() -> None:
     libraries = {row.name for row in BACKENDS if row.check}
     assert libraries - served == {"flashinfer_rocm_gather", "torch_varlen_rocm_gather"}
     assert {row for _, _, row in SERVED} <= served
+    assert [fake for fake, _, _ in SERVED] == [fake for fake, _, _ in ADAPTERS]
 
 
 @pytest.mark.parametrize(("fake", "place", "row", "heads", "kv_heads"), rows())
