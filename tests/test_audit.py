@@ -19,8 +19,15 @@ from ci import docs
 from dash_portable import audit
 from dash_portable.audit import worker
 from dash_portable.audit.case import EVERYWHERE, Case, Launch
+from dash_portable.audit.ir import narrow_arithmetic
 from dash_portable.audit.targets import ALL_TARGETS, QUICK, TARGETS
-from dash_portable.audit.usage import Usage, excess, too_many_threads
+from dash_portable.audit.usage import (
+    CLAIMED_TRITON,
+    Usage,
+    excess,
+    not_claimed,
+    too_many_threads,
+)
 from dash_portable.backends import BACKENDS
 from dash_portable.errors import ArgumentError, BackendError
 from dash_portable.platform.facts import ARCHS, Vendor
@@ -235,6 +242,24 @@ def test_only_archs_that_were_run_merge_by_ticket_or_launch_ahead():
         if getattr(row, "ticket", False) or getattr(row, "dependent", False)
     }
     assert daring <= run
+
+
+def test_spills_are_claimed_for_the_pinned_triton(monkeypatch: pytest.MonkeyPatch):
+    triton = pytest.importorskip("triton")
+    pins = (ROOT / "constraints.txt").read_text()
+    assert f"triton=={CLAIMED_TRITON}." in pins
+    monkeypatch.setattr(triton, "__version__", f"{CLAIMED_TRITON}.9")
+    assert not_claimed() == ""
+    monkeypatch.setattr(triton, "__version__", "3.4.0")
+    assert not_claimed() == f"claimed for Triton {CLAIMED_TRITON} only"
+
+
+def test_a_comparison_with_a_constant_may_be_narrow():
+    """Triton 3.9 compares before it widens; between two narrow numbers the source did not widen."""
+    line = "    %a = arith.cmpf olt, %x, {} : tensor<64xbf16> loc(#loc)"
+    assert narrow_arithmetic(line.format("%cst_0")) == ()
+    assert len(narrow_arithmetic(line.format("%y"))) == 1
+    assert len(narrow_arithmetic("    %a = arith.addf %x, %cst : tensor<64xbf16> loc(#loc)")) == 1
 
 
 def test_limits_are_data():

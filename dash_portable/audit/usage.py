@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from .targets import MAX_THREADS, Target
 
+CLAIMED_TRITON = "3.7"  # whose allocation of registers the launch rows were chosen by
+
 
 class Usage(NamedTuple):
     """shared, scratch, binary in bytes; regs of one thread; spill in the compiler's unit: NVIDIA
@@ -123,6 +125,18 @@ def too_many_threads(warps: int, target: Target) -> str | None:
         return None
     asked = f"{warps} warps of {target.threads} are {threads}"
     return f"threads: {asked}, a program has at most {MAX_THREADS}"
+
+
+def not_claimed() -> str:
+    """Why a spill is accepted under this Triton; empty under the one whose spills are claimed.
+
+    Every release allocates registers anew: launch rows are chosen by one of them, and others must
+    compile and keep the limits.
+    """
+    import triton
+
+    version = ".".join(triton.__version__.split(".")[:2])
+    return "" if version == CLAIMED_TRITON else f"claimed for Triton {CLAIMED_TRITON} only"
 
 
 def excess(usage: Usage, target: Target, may_spill: bool) -> tuple[str, ...]:

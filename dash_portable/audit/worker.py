@@ -26,7 +26,7 @@ from .case import Case, Launch
 from .compiler import compile_launch
 from .ir import matrix_instructions, narrow_addresses, narrow_arithmetic
 from .targets import ALL_TARGETS
-from .usage import excess, too_many_threads, usage_of
+from .usage import excess, not_claimed, too_many_threads, usage_of
 
 CLOCK = 10  # times the limit of processor time, by the clock
 
@@ -91,7 +91,8 @@ def _examine(work: Work, dump: str | None, kept: Path | None) -> dict[str, Any]:
     if dump:
         _dump(work, kernel, dump)
     usage = usage_of(kernel, target, kept)
-    problems = [*excess(usage, target, work.target in work.case.may_spill)]
+    reason = work.case.may_spill.get(work.target, "") or not_claimed()
+    problems = [*excess(usage, target, bool(reason))]
     ttir = str(kernel.asm["ttir"])
     problems += [*narrow_arithmetic(ttir), *narrow_addresses(ttir, list(work.arguments))]
     matrix = matrix_instructions(kernel, target) if work.case.matrix else []
@@ -100,7 +101,7 @@ def _examine(work: Work, dump: str | None, kept: Path | None) -> dict[str, Any]:
     if work.case.wide and target.wide and not any(target.wide in name for name in matrix):
         used = " ".join(sorted(set(matrix)))
         problems.append(f"matrix: the case claims {target.wide}, the binary has {used}")
-    note = work.case.may_spill.get(work.target, "") if usage.spill else ""
+    note = reason if usage.spill else ""
     return {"usage": usage, "matrix": len(matrix), "problems": problems, "note": note}
 
 

@@ -318,8 +318,10 @@ def attend_pair_kernel(
             top = tl.max(score, 1)
             weight = tl.exp2(score - top[:, None])
             mass = tl.sum(weight, 1)
-            weight = weight * (1.0 / mass)[:, None]
+            # Divided behind the product: before it, the rounding of the largest weight, 1, would
+            # be another error.
             part = tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+            part = part * (1.0 / mass)[:, None]
             tl.store(
                 part_ptr + ((wide + head) * D)[:, None] + d[None, :],
                 part.to(part_ptr.dtype.element_ty),

@@ -2,7 +2,8 @@
 launch itself.
 
 A row says what was measured or, where nobody has run it, what compiles within every card's limits.
-`ticket` and `dependent` are only true on archs where they were run.
+`ticket` and `dependent` are only true on archs where they were run; `dependent` also needs a Triton
+that offers it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from .primitives import PDL_OFFERED
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 EVERYWHERE = "*"
@@ -81,9 +84,9 @@ _RDNA = (
 )
 SELECT: Mapping[str, tuple[SelectRow, ...]] = {
     "sm90": (
-        SelectRow(rows=2, programs=2048, warps=8, ahead=True, ticket=True, dependent=True),
-        SelectRow(rows=8, programs=256, warps=8, ahead=True, ticket=True, dependent=True),
-        SelectRow(programs=512, ticket=True, dependent=True),
+        SelectRow(rows=2, programs=2048, warps=8, ahead=True, ticket=True, dependent=PDL_OFFERED),
+        SelectRow(rows=8, programs=256, warps=8, ahead=True, ticket=True, dependent=PDL_OFFERED),
+        SelectRow(programs=512, ticket=True, dependent=PDL_OFFERED),
     ),
     EVERYWHERE: (SelectRow(tile=64),),
 }

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from .primitives import PDL_OFFERED
+
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -89,7 +91,7 @@ PREFILL: dict[str, PrefillRow] = {
         pair_stages=3,
         beside=True,
     ),
-    "sm100": PrefillRow(select_warps=8, few_warps=8, tile_warps=8),
+    "sm100": PrefillRow(select_warps=8, few_warps=8, redo_warps=16, tile_warps=8),
     "sm120": _REGISTER_BOUND,
     "gfx1100": _RDNA,
     "gfx1151": _RDNA,
@@ -121,6 +123,8 @@ def prefill_row(
     """
     row = FLOAT32 if element == 4 else PREFILL.get(arch, PREFILL["*"])
     row = row._replace(
-        tile_blocks=max(row.tile_blocks, LEAST_KEYS // block), tile_step=max(row.tile_step, block)
+        dependent=row.dependent and PDL_OFFERED,
+        tile_blocks=max(row.tile_blocks, LEAST_KEYS // block),
+        tile_step=max(row.tile_step, block),
     )
     return row._replace(union_limit=0, union_all=0) if deterministic else row

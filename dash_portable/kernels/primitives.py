@@ -2,12 +2,20 @@
 the cache, angles.
 """
 
+import inspect
+
 import triton
 import triton.language as tl
 
-try:  # programmatic dependent launch: only where this Triton offers it, only behind a constexpr
+# Programmatic dependent launch: only where this Triton offers it, only behind a constexpr. Triton
+# 3.4 has the two functions, but its own compiler calls them with an argument that they do not take.
+try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+    PDL_OFFERED = "_semantic" in inspect.signature(gdc_wait).parameters
 except ImportError:  # pragma: no cover - another vendor's Triton
+    PDL_OFFERED = False
+if not PDL_OFFERED:
 
     @triton.jit
     def gdc_wait():
