@@ -136,7 +136,7 @@ class RowSelection:
                 heads,
                 parts,
             ),
-            warps=launch.STORE_ROW_WARPS,
+            warps=launch.store_warps(step.head_dim)[1],
         )
         run(
             q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls if given else
@@ -266,7 +266,9 @@ class TileRows:
         self._start, self._end = ints(max(rows, 1)), ints(max(seqs, 1))
         self._order, self._live = ints(rows), ints(seqs + 1)
         self._tiles = _tiles(step)
-        self._prefill = prefill_row(layer._arch, step.dtype.itemsize, block=step.config.block)
+        self._prefill = prefill_row(
+            layer._arch, step.dtype.itemsize, block=step.config.block, width=step.head_dim
+        )
         grouped = group_shapes(rows, seqs, self._prefill.tile)
         self.groups = {name: ints(*shape) for name, shape in grouped.items()}
         self._scratch = {name: ints(*shape) for name, shape in select_shapes(rows, seqs).items()}
@@ -357,7 +359,7 @@ class TileRows:
                 "num_rows": step.num_rows,
                 "stride_table": step.block_table.stride(0),
             },
-            warps=launch.STORE_WARPS,
+            warps=launch.store_warps(step.head_dim)[0],
         )
 
     def select(

@@ -30,7 +30,7 @@ from dash_portable.audit.usage import (
 )
 from dash_portable.backends import BACKENDS
 from dash_portable.errors import ArgumentError, BackendError
-from dash_portable.platform.facts import ARCHS, Vendor
+from dash_portable.platform.facts import ARCHS, Vendor, tokens
 
 pytest.importorskip("triton", reason="compiling needs Triton, which is built for Linux only")
 
@@ -260,6 +260,46 @@ def test_a_comparison_with_a_constant_may_be_narrow():
     assert narrow_arithmetic(line.format("%cst_0")) == ()
     assert len(narrow_arithmetic(line.format("%y"))) == 1
     assert len(narrow_arithmetic("    %a = arith.addf %x, %cst : tensor<64xbf16> loc(#loc)")) == 1
+
+
+def test_every_arch_has_its_launch_rows_on_purpose():
+    """A new arch goes beside its neighbours in each table, or among those of the general row here:
+    32 threads a warp with few registers are not general.
+    """
+    known = {arch.token for arch in ARCHS}
+    intel = {arch.token for arch in ARCHS if arch.vendor is Vendor.INTEL}
+    instinct = tokens("GCN5", "CDNA1", "CDNA2", "CDNA3", "CDNA4", "CDNA5")  # 512 registers
+    general = intel | instinct | tokens("Volta", "Turing")  # older than Triton's matrix products
+    radeon = tokens("RDNA1", "RDNA2", "RDNA3", "RDNA3.5", "RDNA4")
+    tensor_memory = {"sm100", "sm103", "sm110"}
+    assert set(launch.RDNA) == radeon
+    named = {
+        "select": launch.SELECT,
+        "attend": launch.ATTEND,
+        "prefill": launch_prefill.PREFILL,
+        "wider": launch_prefill.WIDER,
+    }
+    assert {name: set(table) for name, table in named.items()} == {
+        "select": {EVERYWHERE, "sm90"},  # what was timed
+        "attend": {EVERYWHERE, "sm90"} | radeon,
+        "prefill": {EVERYWHERE} | known - general,
+        "wider": {EVERYWHERE} | known - general - {"sm90"},
+    }
+    small = {"sm80", "sm86", "sm87", "sm88", "sm89", "sm120", "sm121"}
+    for family in (radeon, tensor_memory, small):
+        assert len({id(launch_prefill.PREFILL[arch]) for arch in family}) == 1
+
+
+def test_tables_of_tickets_alone_leave_no_merge():
+    """Where no row needs a second launch of selection, the case is shown as absent."""
+    script = (
+        "from dash_portable.kernels import launch\n"
+        "launch.SELECT = {'*': (launch.SelectRow(ticket=True),)}\n"
+        "from dash_portable.kernels.cases import CASES\n"
+        "assert not CASES['select_merge'].rows('sm80')\n"
+        "assert set(CASES['select_merge'].absent) >= {'sm80', 'gfx942', 'pvc'}\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 
 
 def test_limits_are_data():

@@ -24,7 +24,7 @@ class DecodeRunner:
         config, rows, heads = step.config, step.num_rows, step.heads
         device, width = step.device, step.head_dim
         programs = rows * step.kv_heads
-        row = launch.attend_row(arch, programs, step.deterministic)
+        row = launch.attend_row(arch, programs, step.deterministic, width, step.dtype.itemsize)
         dot = step.group > 1 or (row.dot and step.dtype.itemsize < 4)
         dependent = launch.select_row(arch, rows, step.max_blocks).dependent
         split = min(row.split, power_of_two(config.topk + config.local_blocks))
@@ -53,7 +53,7 @@ class DecodeRunner:
                 "ticket_ptr": ticket,
                 "stride_table": step.block_table.stride(0),
             },
-            warps=launch.attend_warps(row, step.group, step.dtype.itemsize),
+            warps=launch.attend_warps(row, step.group, step.dtype.itemsize, width),
             **({"launch_pdl": True} if dependent else {}),
         )  # fmt: skip
         self._merge = None
@@ -79,7 +79,9 @@ class PrefillRunner:
     def __init__(self, step: Step, arch: str) -> None:
         self._step = step
         config, rows, seqs, device = step.config, step.num_rows, step.num_seqs, step.device
-        row = self._row = prefill_row(arch, step.dtype.itemsize, step.deterministic, config.block)
+        row = self._row = prefill_row(
+            arch, step.dtype.itemsize, step.deterministic, config.block, step.head_dim
+        )
         shapes = attend_shapes(
             rows,
             seqs,

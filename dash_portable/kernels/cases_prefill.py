@@ -7,7 +7,8 @@ from typing import Any
 from dash_portable.audit.case import EVERYWHERE, Case, Launch
 
 from . import attend_prefill, group_rows, select_prefill, union
-from .launch_prefill import FLOAT32, PREFILL, PrefillRow
+from .launch import WIDE, power_of_two
+from .launch_prefill import PREFILL, WIDER, PrefillRow, prefill_row
 
 HQ, TOPK, W = 10, 12, 16
 RDNA = ("gfx1100", "gfx1151", "gfx1201")
@@ -16,19 +17,28 @@ FLOAT32_FEW = dict.fromkeys(
 )
 FLOAT32_PAIR = dict.fromkeys(("sm86", "sm89"), "float32 has no matrix units of its own there")
 FLOAT32_SPILLS = dict.fromkeys(RDNA, "float32 without matrix units: for tests, not for speed")
+WIDE_SPILLS = dict.fromkeys(RDNA, "a wide head's operands of 16 x 16 products, 32 threads a warp")
+WIDE_FEW = {"sm120": "two registers, of wide heads only"}
 TILE_SPILLS = dict.fromkeys(RDNA, "a few registers; 64 rows are the tile of all the kernels")
 
 
-def _launches(make: Any, dtype: str = "bf16") -> dict[str, tuple[Launch, ...]]:
+def _launches(make: Any, dtype: str = "bf16", width: int = 128) -> dict[str, tuple[Launch, ...]]:
     """The launch of every arch that has a row, and of all the others."""
-    rows: dict[str, PrefillRow] = {"*": FLOAT32} if dtype == "fp32" else PREFILL
     found = {}
-    for arch, row in rows.items():
+    for arch in ("*",) if dtype == "fp32" else {**PREFILL, **WIDER}:
+        row: PrefillRow = prefill_row(arch, 4 if dtype == "fp32" else 2, width=width)
         one: Launch = make(row)
         consts = {**one.consts, "PDL": row.dependent}
         options = {**one.options, **({"launch_pdl": True} if row.dependent else {})}
         found[EVERYWHERE if arch == "*" else arch] = (one._replace(consts=consts, options=options),)
     return found
+
+
+def _spills(dtype: str, width: int) -> dict[str, str]:
+    """Where kernels that take matrix products may spill."""
+    if dtype == "fp32":
+        return FLOAT32_SPILLS
+    return WIDE_SPILLS if width > WIDE else {}
 
 
 def _ints(*names: str) -> dict[str, str]:
@@ -116,7 +126,7 @@ def _select_case(dtype: str, width: int, stage: str) -> Case:
     tiles = _pointers("i32", "tile_ptr", "redo_ptr")
     consts: dict[str, Any] = {
         "D": width,
-        "DP": 128 if width > 64 else 64,
+        "DP": power_of_two(width),
         "BLOCK": 32,
         "TOPK": TOPK,
         "WINDOW": 16,
@@ -124,7 +134,7 @@ def _select_case(dtype: str, width: int, stage: str) -> Case:
         "HAS_PAGES": True,
     }
     fields = {"FIELDS": group_rows.TILE_FIELDS}
-    spills = FLOAT32_SPILLS if dtype == "fp32" else {}
+    spills = _spills(dtype, width)
     if stage == "redo":
         return Case(
             select_prefill.select_redo_kernel,
@@ -133,6 +143,7 @@ def _select_case(dtype: str, width: int, stage: str) -> Case:
             _launches(
                 lambda r: Launch(r.redo_warps, 0, {"TILE": r.tile, "GROUPS": r.select_groups}),
                 dtype,
+                width,
             ),
             may_spill=spills,
         )
@@ -146,9 +157,12 @@ def _select_case(dtype: str, width: int, stage: str) -> Case:
                     r.few_warps, 0, {"TILE": r.few_tile or r.tile, "GROUPS": r.select_groups}
                 ),
                 dtype,
+                width,
             ),
             matrix=dtype != "fp32",
-            may_spill=spills | (FLOAT32_FEW if dtype == "fp32" else {}),
+            may_spill=spills
+            | (FLOAT32_FEW if dtype == "fp32" else {})
+            | (WIDE_FEW if width > WIDE else {}),
         )
     return Case(
         select_prefill.select_tile_kernel,
@@ -162,6 +176,7 @@ def _select_case(dtype: str, width: int, stage: str) -> Case:
                 r.select_options,
             ),
             dtype,
+            width,
         ),
         matrix=dtype != "fp32",
         wide=dtype != "fp32",
@@ -241,8 +256,7 @@ def _union_cases() -> dict[str, Case]:
 
 
 def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> dict[str, Case]:
-    padded = 128 if width > 64 else 64
-    shape = {"HQ": HQ, "D": width, "DP": padded, "FIELDS": group_rows.TILE_FIELDS}
+    shape = {"HQ": HQ, "D": width, "DP": power_of_two(width), "FIELDS": group_rows.TILE_FIELDS}
     cached = shape | {"G": group, "P": cache_block, "BLOCK": 32, "LOCAL": 128}
     rows = (
         _pointers(dtype, "query_ptr", "cache_ptr")
@@ -251,7 +265,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
         | _strides("cb", "ch", "ct", "tr")
     )
     name = f"{dtype}_d{width}_p{cache_block}"
-    matrix, spills = dtype != "fp32", FLOAT32_SPILLS if dtype == "fp32" else {}
+    matrix, spills = dtype != "fp32", _spills(dtype, width)
     return {
         f"attend_tile_{name}": Case(
             attend_prefill.attend_tile_kernel,
@@ -275,6 +289,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                     r.tile_options,
                 ),
                 dtype,
+                width,
             ),
             matrix=matrix,
             wide=matrix,
@@ -302,6 +317,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
                     r.pair_options,
                 ),
                 dtype,
+                width,
             ),
             matrix=matrix,
             wide=matrix,
@@ -317,8 +333,9 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
             _launches(
                 lambda r: Launch(r.merge_warps, 0, {"TILE": r.tile, "ROWS": r.merge_rows}),
                 dtype,
+                width,
             ),
-            may_spill=spills,
+            may_spill=spills | (WIDE_FEW if width > WIDE else {}),
         ),
     }
 
@@ -329,9 +346,17 @@ PREFILL_CASES: dict[str, Case] = {
     **{
         f"select_{stage}_{dtype}_d{width}": _select_case(dtype, width, stage)
         for stage in ("alone", "tile", "group", "redo")
-        for dtype, width in (("bf16", 128), ("fp16", 64), ("fp32", 128))
+        for dtype, width in (
+            ("bf16", 128),
+            ("fp16", 64),
+            ("fp32", 128),
+            ("bf16", 256),
+            ("fp32", 256),
+        )
     },
     **_attend_cases("bf16", 128, 64),
     **_attend_cases("fp16", 64, 16),
     **_attend_cases("fp32", 128, 64),
+    **_attend_cases("bf16", 256, 64),
+    **_attend_cases("fp32", 256, 64),
 }

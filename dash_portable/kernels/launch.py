@@ -29,6 +29,7 @@ GROUP = 16  # blocks whose best key goes to memory together
 CHUNK = 256  # most groups that are ranked at once
 NARROW = 32  # blocks of a page's run that one program takes at once
 JOINT_HEADS = 16  # kv heads of one program that stores beside others that select
+WIDE = 128  # columns of a head; a wider one is padded to twice as many, and so are its registers
 
 
 class SelectRow(NamedTuple):
@@ -70,7 +71,17 @@ class AttendRow(NamedTuple):
 
 # 256 registers a thread and 32 threads a warp: what fits one warp of 64 threads elsewhere needs
 # two.
-_RDNA = (
+RDNA = (
+    "gfx1010",
+    "gfx1011",
+    "gfx1012",
+    "gfx1030",
+    "gfx1031",
+    "gfx1032",
+    "gfx1033",
+    "gfx1034",
+    "gfx1035",
+    "gfx1036",
     "gfx1100",
     "gfx1101",
     "gfx1102",
@@ -99,7 +110,7 @@ ATTEND: Mapping[str, tuple[AttendRow, ...]] = {
         AttendRow(split=1, warps=4, dot=True, stages=3, ticket=True),
     ),
     **dict.fromkeys(
-        _RDNA,
+        RDNA,
         (
             AttendRow(programs=64, split=8, warps=2, dot_warps=8),
             AttendRow(programs=1280, split=2, warps=2, dot_warps=8),
@@ -115,6 +126,11 @@ ATTEND: Mapping[str, tuple[AttendRow, ...]] = {
 # Triton backends that make another kernel for tensors of less than 2 GB.
 BY_SIZE: Mapping[str, bool] = {"hip": True}
 FLOAT32_WARPS = 8  # of attention by products of float32: tiles take twice the registers
+FLOAT32_WIDE_WARPS = 4  # at least, of one query head of a kv head
+# By products; of 64 threads a warp, eight would have too few registers each.
+FLOAT32_WIDE_DOT_WARPS: Mapping[str, int] = dict.fromkeys(
+    ("gfx908", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"), 4
+)
 FIXED_SPLIT = 4  # of the deterministic mode: the same for any batch
 MERGE_WARPS = 2  # of the second launch of selection
 
@@ -126,21 +142,45 @@ def select_row(arch: str, rows: int, blocks: int) -> SelectRow:
     raise KeyError(f"no row of SELECT for {arch}, {rows} rows, {blocks} blocks")
 
 
-def attend_row(arch: str, programs: int, deterministic: bool) -> AttendRow:
+def attend_row(
+    arch: str, programs: int, deterministic: bool, width: int = WIDE, itemsize: int = 2
+) -> AttendRow:
+    """The row for heads of `width` columns and numbers of `itemsize` bytes."""
     rows = ATTEND.get(arch, ATTEND[EVERYWHERE])
     if deterministic:  # one row for any batch: other warps add up in another order
-        return rows[-1]._replace(split=FIXED_SPLIT)
+        return fitted(rows[-1]._replace(split=FIXED_SPLIT), arch, width, itemsize)
     for row in rows:
         if row.programs is None or programs <= row.programs:
-            return row
+            return fitted(row, arch, width, itemsize)
     raise KeyError(f"no row of ATTEND for {arch}, {programs} programs")
 
 
-def attend_warps(row: AttendRow, group: int, itemsize: int) -> int:
+def fitted(row: AttendRow, arch: str, width: int, itemsize: int) -> AttendRow:
+    """A row as heads of `width` columns launch it: of wide ones in float32, memory of 64 KB holds
+    the keys and values of one block, not of two, and registers those of four warps.
+    """
+    if width <= WIDE or itemsize < 4:
+        return row
+    return row._replace(
+        warps=max(row.warps, FLOAT32_WIDE_WARPS),
+        dot_warps=FLOAT32_WIDE_DOT_WARPS.get(arch, FLOAT32_WARPS),
+        stages=row.stages or 1,
+    )
+
+
+def store_warps(width: int) -> tuple[int, int]:
+    """Warps of a program that stores a tile of one block, and of one that stores a row; twice as
+    many for wide heads.
+    """
+    times = 2 if width > WIDE else 1
+    return times * STORE_WARPS, times * STORE_ROW_WARPS
+
+
+def attend_warps(row: AttendRow, group: int, itemsize: int, width: int = WIDE) -> int:
     """Warps of one program of decode attention, for `group` query heads of a kv head."""
     if group == 1:
         return row.warps
-    return row.dot_warps if itemsize < 4 else FLOAT32_WARPS
+    return row.dot_warps if itemsize < 4 or width > WIDE else FLOAT32_WARPS
 
 
 def power_of_two(number: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from .launch import RDNA, WIDE
 from .primitives import PDL_OFFERED
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -77,12 +78,13 @@ class PrefillRow(NamedTuple):
 _REGISTER_BOUND = PrefillRow(
     select_warps=8, few_warps=1, few_tile=16, redo_warps=8, tile_warps=8, tile_stages=1
 )
+_REGISTER_BOUND_ARCHS = ("sm80", "sm86", "sm87", "sm88", "sm89", "sm120", "sm121")
+_TENSOR_MEMORY_ARCHS = ("sm100", "sm103", "sm110")
+_TENSOR_MEMORY = PrefillRow(select_warps=8, few_warps=8, redo_warps=16, tile_warps=8)
 _RDNA = _REGISTER_BOUND._replace(select_groups=32, pair_warps=8, pair_stages=1)
 PREFILL: dict[str, PrefillRow] = {
     "*": PrefillRow(),
-    "sm80": _REGISTER_BOUND,
-    "sm86": _REGISTER_BOUND,
-    "sm89": _REGISTER_BOUND,
+    **dict.fromkeys(_REGISTER_BOUND_ARCHS, _REGISTER_BOUND),
     "sm90": PrefillRow(
         few_warps=1,
         few_tile=16,
@@ -91,11 +93,8 @@ PREFILL: dict[str, PrefillRow] = {
         pair_stages=3,
         beside=True,
     ),
-    "sm100": PrefillRow(select_warps=8, few_warps=8, redo_warps=16, tile_warps=8),
-    "sm120": _REGISTER_BOUND,
-    "gfx1100": _RDNA,
-    "gfx1151": _RDNA,
-    "gfx1201": _RDNA,
+    **dict.fromkeys(_TENSOR_MEMORY_ARCHS, _TENSOR_MEMORY),
+    **dict.fromkeys(RDNA, _RDNA),
 }
 # float32 has no matrix units of its own everywhere: small tiles, one row for all
 FLOAT32 = PrefillRow(
@@ -110,18 +109,63 @@ FLOAT32 = PrefillRow(
 )
 
 
+# What is other for heads of more than WIDE columns: keys, values and sums take twice the registers
+# and twice the memory, of which many cards have 64 KB. Compiled for all, run on none.
+_WIDE_ANY: Mapping[str, Any] = MappingProxyType(
+    {
+        "select_groups": 32,
+        "select_warps": 8,
+        "redo_warps": 8,
+        "tile_warps": 8,
+        "tile_stages": 2,
+        "tile_options": NOTHING,
+        "pair_warps": 8,
+        "pair_stages": 1,
+    }
+)
+_WIDE_RDNA: Mapping[str, Any] = MappingProxyType(
+    {
+        "select_groups": 16,
+        "select_warps": 16,
+        "few_warps": 2,
+        "redo_warps": 16,
+        "tile_warps": 16,
+        "local_stages": 1,
+        "pair_warps": 16,
+    }
+)
+_WIDE_TENSOR_MEMORY: Mapping[str, Any] = MappingProxyType(
+    {**_WIDE_ANY, "redo_warps": 16, "tile_stages": 3}
+)
+WIDER: dict[str, Mapping[str, Any]] = {
+    "*": _WIDE_ANY,
+    **dict.fromkeys(_REGISTER_BOUND_ARCHS, MappingProxyType({**_WIDE_ANY, "few_warps": 2})),
+    **dict.fromkeys(_TENSOR_MEMORY_ARCHS, _WIDE_TENSOR_MEMORY),
+    **dict.fromkeys(RDNA, _WIDE_RDNA),
+}
+WIDER_FLOAT32: Mapping[str, Any] = MappingProxyType(
+    {"few_warps": 2, "tile_warps": 4, "local_stages": 1, "pair_warps": 8}
+)
+
+
 LEAST_KEYS = 16  # of a matrix product
 
 
 def prefill_row(
-    arch: str, element: int = 2, deterministic: bool = False, block: int = 32
+    arch: str,
+    element: int = 2,
+    deterministic: bool = False,
+    block: int = 32,
+    width: int = WIDE,
 ) -> PrefillRow:
-    """The row of an arch for numbers of `element` bytes and sparse blocks of `block` tokens; archs
-    without one take the general row.
+    """The row of an arch for numbers of `element` bytes, sparse blocks of `block` tokens and heads
+    of `width` columns; archs without one take the general row.
 
     deterministic: every tile goes by block, so that a row's output has the same bits in any batch.
     """
     row = FLOAT32 if element == 4 else PREFILL.get(arch, PREFILL["*"])
+    if width > WIDE:
+        row = row._replace(**(WIDER_FLOAT32 if element == 4 else WIDER.get(arch, WIDER["*"])))
     row = row._replace(
         dependent=row.dependent and PDL_OFFERED,
         tile_blocks=max(row.tile_blocks, LEAST_KEYS // block),

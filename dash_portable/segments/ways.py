@@ -230,7 +230,7 @@ class OneSegment(Called):
     neither LSE nor bias."""
 
     def _row_bytes(self) -> int:
-        widths = sum(one_segment_widths(self.library, self.step.head_dim))
+        widths = self._pitch() + one_segment_widths(self.library, self.step.head_dim)[1]
         return self.slots * self.step.kv_heads * widths * self.step.dtype.itemsize
 
     def _call(self, rows: int) -> Call:
@@ -247,7 +247,7 @@ class OneSegment(Called):
     def _pitch(self) -> int:
         """Columns from one key to the next: those of the call, or more so that a key ends where a
         sector of the memory does."""
-        width = self.call.width
+        width, _ = one_segment_widths(self.library, self.step.head_dim)
         return max(width, self.step.head_dim + fused.key_tail(self.step)) if self.fused else width
 
     def _tail(self) -> int:

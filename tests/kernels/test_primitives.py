@@ -221,3 +221,11 @@ def test_rows_are_found_and_splits_fit():
     for arch in (*launch.ATTEND, "unknown"):
         fixed = {launch.attend_row(arch, n, True).split for n in (1, 100, 1000, 10_000)}
         assert fixed == {launch.FIXED_SPLIT}
+        for programs in (1, 1000):
+            row = launch.attend_row(arch, programs, False)
+            assert row == launch.attend_row(arch, programs, False, width=128, itemsize=4)
+            assert row == launch.attend_row(arch, programs, False, width=256, itemsize=2)
+            wide = launch.attend_row(arch, programs, False, width=144, itemsize=4)
+            assert wide == row._replace(
+                warps=max(row.warps, 4), dot_warps=8, stages=row.stages or 1
+            )

@@ -52,10 +52,26 @@ def test_kernels_feed_libraries(
     assert bool((out[case.step.row_pos < 0] == 0).all())
 
 
-def test_keys_may_end_where_sectors_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Another launch row: the last row first, and columns to spare between keys."""
-    row = gather.GatherRow(heads=1, last=True, tail=16)
+@pytest.mark.parametrize(
+    ("fake", "entry"),
+    [
+        (flash_attn2.CUDA, "flash_attn:Gathered2"),
+        (flash_attn3.MAIN, "flash_attn:Gathered3"),
+        (vllm_flash_attn.SM90, "flash_attn:VllmGathered3"),
+    ],
+    ids=lambda x: str(getattr(x, "name", x)),
+)
+@pytest.mark.parametrize(
+    "row", [gather.GATHER["sm90"], gather.GatherRow(heads=1, last=True, tail=16)], ids=str
+)
+def test_keys_may_end_where_sectors_do(
+    row: gather.GatherRow,
+    fake: Fake,
+    entry: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Columns to spare between keys, as on Hopper; with another row, the last row first too."""
+    assert row.tail == 16
     monkeypatch.setattr(gather, "GATHER", {"*": row})
-    test_kernels_feed_libraries(
-        vllm_flash_attn.SM90, "flash_attn:VllmGathered3", 16, "decode", monkeypatch, tmp_path
-    )
+    test_kernels_feed_libraries(fake, entry, 16, "decode", monkeypatch, tmp_path)

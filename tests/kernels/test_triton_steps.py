@@ -7,6 +7,8 @@ import torch
 
 from dash_portable.backends.eager import Runner as EagerRunner
 from dash_portable.backends.triton import Runner
+from dash_portable.kernels import launch_prefill
+from dash_portable.platform.detect import current_platform
 from dash_portable.triton_layer import TritonLayer
 from tests.kernels.world import Text, World, assert_same_cache, assert_same_selection, both, feed
 
@@ -44,6 +46,19 @@ def test_prompt_chunks_and_mixed_rows(dtype):
     check(world, world.step([(0, 300, end), None, (1, 200, 420)], padding=2))
     check(world, world.step([(0, end, end + 9), None, (1, 420, 421)], given=False))
     check(world, world.step([(0, end + 9, end + 10), None, (1, 421, 422)], given=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wide_heads_have_launch_rows_of_their_own(dtype):
+    """Padded to 256 columns: what narrower heads take would not fit every card's memory."""
+    world = World([PLAIN], dtype=dtype, width=144)
+    prompt = world.step([(0, 0, 420)])
+    check(world, prompt)
+    arch, itemsize = current_platform(prompt.device).arch, dtype.itemsize
+    row = launch_prefill.prefill_row(arch, itemsize, width=144)
+    assert row != launch_prefill.prefill_row(arch, itemsize, width=128)
+    assert Runner(prompt)._runner._row == TritonLayer(prompt)._tiles._prefill == row
+    check(world, world.step([(0, 420, 421)]))
 
 
 def test_prompt_with_a_page_table():
