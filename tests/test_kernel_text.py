@@ -97,6 +97,7 @@ def test_kernel_modules_import_triton_alone(path: Path):
         "dash_portable",
         "__future__",
         "collections",
+        "inspect",
         "dataclasses",
         "typing",
         "types",
