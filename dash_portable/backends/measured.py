@@ -29,12 +29,15 @@ def _prefill(figure: float, versions: str) -> Measured:
 FIGURES: Mapping[str, tuple[Measured, ...]] = {
     "triton": (
         _decode(44.4, f"{_TORCH}, triton 3.6.0"),
-        _prefill(1122.0, f"{_TORCH}, triton 3.6.0"),
+        _prefill(1064.0, f"{_TORCH}, triton 3.6.0"),
     ),
-    "vllm_flash_attn3_gather": (_decode(151.3, f"{_TORCH}, vllm 0.33.0"),),
-    "vllm_flash_attn3_segments": (_decode(280.8, f"{_TORCH}, vllm 0.33.0"),),
-    "vllm_flash_attn3_in_place": (_decode(286.8, f"{_TORCH}, vllm 0.33.0"),),
-    "torch_varlen_gather": (_decode(301.8, _TORCH),),
+    "vllm_flash_attn2_gather": (_decode(247.3, f"{_TORCH}, vllm 0.33.0"),),
+    "vllm_flash_attn3_gather": (_decode(151.0, f"{_TORCH}, vllm 0.33.0"),),
+    "vllm_flash_attn3_segments": (_decode(262.2, f"{_TORCH}, vllm 0.33.0"),),
+    "vllm_flash_attn3_in_place": (_decode(283.6, f"{_TORCH}, vllm 0.33.0"),),
+    "flash_attn4_gather": (_decode(228.4, f"{_TORCH}, flash-attn-4 4.0.0b36"),),
+    "flash_attn4_segments": (_decode(574.7, f"{_TORCH}, flash-attn-4 4.0.0b36"),),
+    "torch_varlen_gather": (_decode(254.4, _TORCH),),
     "torch_varlen_segments": (_decode(1314.8, _TORCH),),
 }
 
@@ -45,7 +48,6 @@ def _right(versions: str) -> tuple[Ran, ...]:
 
 # benchmarks/results/2026-11-30-h200-library-checks.txt and -libraries.json.
 RAN: Mapping[str, tuple[Ran, ...]] = {
-    "vllm_flash_attn2_gather": _right(f"{_TORCH}, vllm 0.33.0"),
     "flashinfer_gather": _right(f"{_TORCH}, flashinfer-python 0.6.4"),
     "flashinfer_in_place": _right(f"{_TORCH}, flashinfer-python 0.6.4"),
     "sdpa": _right(_TORCH),
