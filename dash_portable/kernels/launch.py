@@ -104,7 +104,7 @@ SELECT: Mapping[str, tuple[SelectRow, ...]] = {
 ATTEND: Mapping[str, tuple[AttendRow, ...]] = {
     "sm90": (
         AttendRow(programs=20, split=16, warps=2, dot=True, stages=2, ticket=True),
-        AttendRow(programs=80, split=8, warps=4, dot=True, stages=3, ticket=True),
+        AttendRow(programs=80, split=8, warps=2, dot=True, stages=3, ticket=True),
         AttendRow(programs=160, split=4, warps=4, dot=True, stages=3, ticket=True),
         AttendRow(programs=320, split=2, warps=4, dot=True, stages=3, ticket=True),
         AttendRow(split=1, warps=4, dot=True, stages=3, ticket=True),
