@@ -96,6 +96,7 @@ _WIDE_TILES = dict.fromkeys(
 )
 _FLOAT32 = dict.fromkeys(("sm86", "sm89", "sm120"), "a register or two, of float32 only")
 _TICKETS = "each row is ended by its last program, on a ticket"
+_TILE = {"sm120": "two registers, of 16-bit numbers only"}
 _AHEAD = {"sm90": "a register, of float16 only, where the next tile is asked for ahead"}
 
 
@@ -237,7 +238,7 @@ def _sized_cases(dtype: str, width: int = D) -> dict[str, Case]:
             | {"POSITIONS": 1, "HEAD_CLS": True, "HEADS": launch.STORE_HEADS}
             | {"PARTS": -(-H // launch.STORE_HEADS)},
             _warps(tile_warps),
-        ),
+        )._replace(may_spill=_TILE if dtype != "fp32" and width == D else {}),
         f"store_select_{dtype}": _case(
             select_decode.store_select_kernel, dtype, fused, _select_rows(fused=True)
         )._replace(may_spill=_FLOAT32 if dtype == "fp32" else {}),

@@ -19,6 +19,8 @@ FLOAT32_PAIR = dict.fromkeys(("sm86", "sm89"), "float32 has no matrix units of i
 FLOAT32_SPILLS = dict.fromkeys(RDNA, "float32 without matrix units: for tests, not for speed")
 WIDE_SPILLS = dict.fromkeys(RDNA, "a wide head's operands of 16 x 16 products, 32 threads a warp")
 WIDE_FEW = {"sm120": "two registers, of wide heads only"}
+FLOAT32_TILE = dict.fromkeys(("sm90", "sm100"), "a register, of float32 only")
+UNION_SPILLS = dict.fromkeys(("sm86", "sm89"), "three registers")
 TILE_SPILLS = dict.fromkeys(RDNA, "a few registers; 64 rows are the tile of all the kernels")
 
 
@@ -180,7 +182,7 @@ def _select_case(dtype: str, width: int, stage: str) -> Case:
         ),
         matrix=dtype != "fp32",
         wide=dtype != "fp32",
-        may_spill=spills,
+        may_spill=spills | (FLOAT32_TILE if dtype == "fp32" and width <= WIDE else {}),
     )
 
 
@@ -221,6 +223,7 @@ def _union_cases() -> dict[str, Case]:
                     },
                 )
             ),
+            may_spill=UNION_SPILLS,
         ),
         "invert_sum": Case(
             union.invert_sum_kernel,
