@@ -8,7 +8,7 @@ from dash_portable.audit.case import EVERYWHERE, Case, Launch
 
 from . import attend_prefill, group_rows, select_prefill, union
 from .launch import WIDE, power_of_two
-from .launch_prefill import PREFILL, WIDER, PrefillRow, prefill_row
+from .launch_prefill import PREFILL, WIDER, WIDER_FLOAT32, PrefillRow, prefill_row
 
 HQ, TOPK, W = 10, 12, 16
 RDNA = ("gfx1100", "gfx1151", "gfx1201")
@@ -27,7 +27,7 @@ TILE_SPILLS = dict.fromkeys(RDNA, "a few registers; 64 rows are the tile of all 
 def _launches(make: Any, dtype: str = "bf16", width: int = 128) -> dict[str, tuple[Launch, ...]]:
     """The launch of every arch that has a row, and of all the others."""
     found = {}
-    for arch in ("*",) if dtype == "fp32" else {**PREFILL, **WIDER}:
+    for arch in WIDER_FLOAT32 if dtype == "fp32" else {**PREFILL, **WIDER}:
         row: PrefillRow = prefill_row(arch, 4 if dtype == "fp32" else 2, width=width)
         one: Launch = make(row)
         consts = {**one.consts, "PDL": row.dependent}

@@ -143,9 +143,13 @@ WIDER: dict[str, Mapping[str, Any]] = {
     **dict.fromkeys(_TENSOR_MEMORY_ARCHS, _WIDE_TENSOR_MEMORY),
     **dict.fromkeys(RDNA, _WIDE_RDNA),
 }
-WIDER_FLOAT32: Mapping[str, Any] = MappingProxyType(
-    {"few_warps": 2, "tile_warps": 4, "local_stages": 1, "pair_warps": 8}
+_WIDE_FLOAT32: Mapping[str, Any] = MappingProxyType(
+    {"few_warps": 8, "tile_warps": 4, "local_stages": 1, "pair_warps": 8}
 )
+WIDER_FLOAT32: dict[str, Mapping[str, Any]] = {
+    "*": _WIDE_FLOAT32,
+    "sm80": MappingProxyType({**_WIDE_FLOAT32, "few_warps": 2}),  # its compiler spills with eight
+}
 
 
 LEAST_KEYS = 16  # of a matrix product
@@ -165,7 +169,8 @@ def prefill_row(
     """
     row = FLOAT32 if element == 4 else PREFILL.get(arch, PREFILL["*"])
     if width > WIDE:
-        row = row._replace(**(WIDER_FLOAT32 if element == 4 else WIDER.get(arch, WIDER["*"])))
+        wider = WIDER_FLOAT32 if element == 4 else WIDER
+        row = row._replace(**wider.get(arch, wider["*"]))
     row = row._replace(
         dependent=row.dependent and PDL_OFFERED,
         tile_blocks=max(row.tile_blocks, LEAST_KEYS // block),
