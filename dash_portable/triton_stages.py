@@ -136,7 +136,7 @@ class RowSelection:
                 heads,
                 parts,
             ),
-            warps=launch.store_warps(step.head_dim)[1],
+            warps=launch.store_warps(layer._arch, step.head_dim)[1],
         )
         run(
             q, k, v, iq, ik, layer.query, layer.index_query, cache, head_cls if given else
@@ -359,7 +359,7 @@ class TileRows:
                 "num_rows": step.num_rows,
                 "stride_table": step.block_table.stride(0),
             },
-            warps=launch.store_warps(step.head_dim)[0],
+            warps=launch.store_warps(layer._arch, step.head_dim)[0],
         )
 
     def select(

@@ -96,7 +96,6 @@ _WIDE_TILES = dict.fromkeys(
 )
 _FLOAT32 = dict.fromkeys(("sm86", "sm89", "sm120"), "a register or two, of float32 only")
 _TICKETS = "each row is ended by its last program, on a ticket"
-_TILE = {"sm120": "two registers, of 16-bit numbers only"}
 _AHEAD = {"sm90": "a register, of float16 only, where the next tile is asked for ahead"}
 
 
@@ -219,7 +218,7 @@ def _sized_cases(dtype: str, width: int = D) -> dict[str, Case]:
     choice = {"LOCAL": LOCAL, "TOPK": TOPK, "WINDOW": WINDOW}
     row_sizes = sizes | {"G": 1} | half | block | page
     stored = {"HEADS": launch.STORE_ROW_HEADS, "PARTS": -(-H // launch.STORE_ROW_HEADS)}
-    tile_warps, row_warps = launch.store_warps(width)
+    store_warps = {arch: launch.store_warps(arch, width) for arch in launch.STORE_WARPS}
     fused = row_sizes | _GIVEN | {"HEAD_CLS": True} | choice
     chosen = sizes | half | block | page | _GIVEN | choice
     attend = {"H": H, "D": width, "DP": width, "P": P, "LOCAL": LOCAL, "TOPK": TOPK}
@@ -229,7 +228,7 @@ def _sized_cases(dtype: str, width: int = D) -> dict[str, Case]:
             store.store_row_kernel,
             dtype,
             row_sizes | _GIVEN | {"HEAD_CLS": True} | stored,
-            _warps(row_warps),
+            {arch: (Row(warps=row),) for arch, (_, row) in store_warps.items()},
         ),
         f"store_tile_{dtype}": _case(
             store_tiles.store_tile_kernel,
@@ -237,8 +236,8 @@ def _sized_cases(dtype: str, width: int = D) -> dict[str, Case]:
             row_sizes
             | {"POSITIONS": 1, "HEAD_CLS": True, "HEADS": launch.STORE_HEADS}
             | {"PARTS": -(-H // launch.STORE_HEADS)},
-            _warps(tile_warps),
-        )._replace(may_spill=_TILE if dtype != "fp32" and width == D else {}),
+            {arch: (Row(warps=tile),) for arch, (tile, _) in store_warps.items()},
+        ),
         f"store_select_{dtype}": _case(
             select_decode.store_select_kernel, dtype, fused, _select_rows(fused=True)
         )._replace(may_spill=_FLOAT32 if dtype == "fp32" else {}),

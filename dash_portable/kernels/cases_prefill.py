@@ -15,11 +15,10 @@ RDNA = ("gfx1100", "gfx1151", "gfx1201")
 FLOAT32_FEW = dict.fromkeys(
     ("sm86", "sm89", "sm90", "sm100", "sm120"), "two registers, of float32 only"
 )
-FLOAT32_PAIR = dict.fromkeys(("sm86", "sm89"), "float32 has no matrix units of its own there")
+FLOAT32_SMALL = dict.fromkeys(("sm86", "sm89"), "float32 has no matrix units of its own there")
 FLOAT32_SPILLS = dict.fromkeys(RDNA, "float32 without matrix units: for tests, not for speed")
 WIDE_SPILLS = dict.fromkeys(RDNA, "a wide head's operands of 16 x 16 products, 32 threads a warp")
 WIDE_FEW = {"sm120": "two registers, of wide heads only"}
-FLOAT32_TILE = dict.fromkeys(("sm90", "sm100"), "a register, of float32 only")
 UNION_SPILLS = dict.fromkeys(("sm86", "sm89"), "three registers")
 TILE_SPILLS = dict.fromkeys(RDNA, "a few registers; 64 rows are the tile of all the kernels")
 
@@ -182,7 +181,7 @@ def _select_case(dtype: str, width: int, stage: str) -> Case:
         ),
         matrix=dtype != "fp32",
         wide=dtype != "fp32",
-        may_spill=spills | (FLOAT32_TILE if dtype == "fp32" and width <= WIDE else {}),
+        may_spill=spills | (FLOAT32_SMALL if dtype == "fp32" else {}),
     )
 
 
@@ -324,7 +323,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
             ),
             matrix=matrix,
             wide=matrix,
-            may_spill=spills | (FLOAT32_PAIR if dtype == "fp32" else {}),
+            may_spill=spills | (FLOAT32_SMALL if dtype == "fp32" else {}),
         ),
         f"attend_merge_{name}": Case(
             attend_prefill.attend_merge_kernel,

@@ -30,7 +30,7 @@ class GatherRow(NamedTuple):
     tail: int = 0
 
 
-GATHER = {"*": GatherRow(), "sm90": GatherRow(heads=2, warps=8, tail=16)}
+GATHER = {"*": GatherRow(), "sm90": GatherRow(heads=2, warps=8)}
 
 
 def gather_row(arch: str) -> GatherRow:

@@ -18,7 +18,8 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 EVERYWHERE = "*"
 COORDINATES_TILE = 128
 COORDINATES_WARPS = 4
-STORE_WARPS = 8  # of a tile of one block
+STORE_WARPS: Mapping[str, int] = {"sm90": 8, EVERYWHERE: 4}  # of a tile of one block
+WIDE_STORE_WARPS = 16
 STORE_HEADS = 5  # kv heads of one program at most: they share the tile's angles
 STORE_ROW_WARPS = 1
 STORE_ROW_HEADS = 4  # kv heads of one program
@@ -168,12 +169,12 @@ def fitted(row: AttendRow, arch: str, width: int, itemsize: int) -> AttendRow:
     )
 
 
-def store_warps(width: int) -> tuple[int, int]:
-    """Warps of a program that stores a tile of one block, and of one that stores a row; twice as
-    many for wide heads.
+def store_warps(arch: str, width: int) -> tuple[int, int]:
+    """Warps of a program that stores a tile of one block, and of one that stores a row; more for
+    wide heads.
     """
-    times = 2 if width > WIDE else 1
-    return times * STORE_WARPS, times * STORE_ROW_WARPS
+    tile = STORE_WARPS.get(arch, STORE_WARPS[EVERYWHERE])
+    return (WIDE_STORE_WARPS, 2 * STORE_ROW_WARPS) if width > WIDE else (tile, STORE_ROW_WARPS)
 
 
 def attend_warps(row: AttendRow, group: int, itemsize: int, width: int = WIDE) -> int:

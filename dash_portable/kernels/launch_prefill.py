@@ -100,6 +100,7 @@ PREFILL: dict[str, PrefillRow] = {
 FLOAT32 = PrefillRow(
     tile=16,
     select_groups=16,
+    select_warps=2,
     select_stages=1,
     tile_warps=8,
     tile_stages=1,
