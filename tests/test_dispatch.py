@@ -1069,3 +1069,24 @@ def test_a_choice_is_a_value() -> None:
     assert {field.name for field in fields(Request)} == set(choice.request.to_dict())
     assert set(FEATURES) < {field.name for field in fields(Request)}
     assert issubclass(UnsupportedError, DashError)
+
+
+@pytest.mark.parametrize(
+    ("machine", "wanted", "served"),
+    [
+        ("mi300x", {"block": 64}, True),
+        ("mi300x", {"block": 128}, False),
+        ("mi300x", {"block": 64, "dtype": "float32", "cache_dtype": "float32"}, False),
+        ("mi300x", {"head_dim": 256, "dtype": "float32", "cache_dtype": "float32"}, True),
+        ("h200", {"block": 128}, True),
+        ("h200", {"block": 128, "head_dim": 256}, False),
+        ("a770", {"head_dim": 256, "dtype": "float32", "cache_dtype": "float32"}, False),
+        ("a770", {"head_dim": 256}, True),
+    ],
+)
+def test_our_kernels_serve_blocks_that_fit_shared_memory(
+    machine: str, wanted: dict[str, Any], served: bool
+) -> None:
+    choice = choose(asked(**wanted), MACHINES[machine], forced("triton"))
+    refused = {r.code for d in choice.decisions if d.backend.name == "triton" for r in d.rejections}
+    assert (Code.COMBINATION not in refused) is served

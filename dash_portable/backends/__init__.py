@@ -85,6 +85,25 @@ def no_bfloat16_on_turing(platform: Platform, request: Request) -> Rejection | N
 
 _FLASHINFER_RULES = dict.fromkeys(("gather", "in_place"), (no_bfloat16_on_turing,))
 
+_ROOMY = frozenset({"sm80", "sm87", "sm90", "sm100", "sm103", "sm110"})  # 160 KB and more
+_BYTES = {"float32": 4}  # else 2
+
+
+def a_block_fits(platform: Platform, request: Request) -> Rejection | None:
+    """Our kernels hold the keys and values of one sparse block in shared memory. Every card has
+    room for 32 KB of them, all but Arc A for blocks of 32 tokens at any width that was compiled,
+    large ones for 64 KB.
+    """
+    columns = 1 << max(request.head_dim - 1, 15).bit_length()
+    held = 2 * request.block * columns * _BYTES.get(request.cache_dtype, 2)
+    most = 65536 if platform.arch in _ROOMY else 32768
+    if held <= most or (request.block <= 32 and columns <= 256 and platform.arch != "dg2"):
+        return None
+    asked = f"blocks of {request.block} tokens, {request.head_dim} wide, in {request.cache_dtype}"
+    offers = f"up to {most // 1024} KB of keys and values a block on {platform.arch}"
+    return Rejection(code=Code.COMBINATION, asked=asked, offers=offers)
+
+
 _FEATURES = {
     "gather": frozenset[str](),
     "segments": frozenset({"lse"}),
@@ -225,6 +244,7 @@ _ROWS = (
             versions=_TRITON,
             dtypes=_FLOATS,
             features=frozenset({"in_place", "graph", "deterministic"}),
+            rules=(a_block_fits,),
         ),
     ),
     *_LATER,

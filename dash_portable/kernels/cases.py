@@ -144,7 +144,11 @@ def _select_rows(*, fused: bool) -> dict[str, tuple[Row, ...]]:
             }
             if fused:
                 heads = min(launch.JOINT_HEADS, launch.power_of_two(H))
-                consts |= {"HEADS": heads, "PARTS": -(-H // heads), "PDL": row.dependent}
+                consts |= {
+                    "HEADS": heads,
+                    "PARTS": -(-H // heads),
+                    "PDL": launch.offered(row).dependent,
+                }
             found.append(Row(warps=row.warps, consts=consts, label=f"{count}x{blocks}"))
         table[arch] = tuple(found)
     return table
@@ -177,7 +181,7 @@ def _attend_rows(group: int, dtype: str, width: int = D) -> dict[str, tuple[Row,
     for arch in {**launch.ATTEND, **launch.FLOAT32_WIDE_DOT_WARPS}:
         rows = launch.ATTEND.get(arch, launch.ATTEND[EVERYWHERE])
         selecting = launch.SELECT.get(arch, launch.SELECT[EVERYWHERE])
-        dependent = any(row.dependent for row in selecting)
+        dependent = any(launch.offered(row).dependent for row in selecting)
         named = {
             f"{row.programs or 'any'}": launch.fitted(row, arch, width, itemsize) for row in rows
         } | {"fixed": launch.attend_row(arch, 1, True, width, itemsize)}
@@ -273,6 +277,7 @@ def _sized_cases(dtype: str, width: int = D) -> dict[str, Case]:
         )._replace(
             matrix=dtype != "fp32",
             may_spill=_WIDE_TILES | (_FLOAT32 if dtype == "fp32" else {}),
+            absent=cases_prefill.NO_ROOM if dtype == "fp32" and width > launch.WIDE else {},
         ),
         f"gather_{dtype}": _case(
             gather.gather_segments_kernel,

@@ -15,6 +15,8 @@ RDNA = ("gfx1100", "gfx1151", "gfx1201")
 FLOAT32_FEW = dict.fromkeys(
     ("sm86", "sm89", "sm90", "sm100", "sm120"), "two registers, of float32 only"
 )
+# Arc A has 64 KB, and Intel's Triton 3.3 keeps both tiles; the dispatcher refuses it there.
+NO_ROOM = dict.fromkeys(("dg2", "generic"), "keys and values of a block do not fit 64 KB")
 FLOAT32_SMALL = dict.fromkeys(("sm86", "sm89"), "float32 has no matrix units of its own there")
 FLOAT32_SPILLS = dict.fromkeys(RDNA, "float32 without matrix units: for tests, not for speed")
 WIDE_SPILLS = dict.fromkeys(RDNA, "a wide head's operands of 16 x 16 products, 32 threads a warp")
@@ -268,6 +270,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
     )
     name = f"{dtype}_d{width}_p{cache_block}"
     matrix, spills = dtype != "fp32", _spills(dtype, width)
+    absent = NO_ROOM if dtype == "fp32" and width > WIDE else {}
     return {
         f"attend_tile_{name}": Case(
             attend_prefill.attend_tile_kernel,
@@ -296,6 +299,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
             matrix=matrix,
             wide=matrix,
             may_spill=TILE_SPILLS | spills,
+            absent=absent,
         ),
         f"attend_pair_{name}": Case(
             attend_prefill.attend_pair_kernel,
@@ -324,6 +328,7 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
             matrix=matrix,
             wide=matrix,
             may_spill=spills | (FLOAT32_SMALL if dtype == "fp32" else {}),
+            absent=absent,
         ),
         f"attend_merge_{name}": Case(
             attend_prefill.attend_merge_kernel,

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .primitives import PDL_OFFERED
-
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 EVERYWHERE = "*"
 COORDINATES_TILE = 128
@@ -96,9 +94,9 @@ RDNA = (
 )
 SELECT: Mapping[str, tuple[SelectRow, ...]] = {
     "sm90": (
-        SelectRow(rows=2, programs=2048, warps=8, ahead=True, ticket=True, dependent=PDL_OFFERED),
-        SelectRow(rows=8, programs=256, warps=8, ahead=True, ticket=True, dependent=PDL_OFFERED),
-        SelectRow(programs=512, ticket=True, dependent=PDL_OFFERED),
+        SelectRow(rows=2, programs=2048, warps=8, ahead=True, ticket=True, dependent=True),
+        SelectRow(rows=8, programs=256, warps=8, ahead=True, ticket=True, dependent=True),
+        SelectRow(programs=512, ticket=True, dependent=True),
     ),
     EVERYWHERE: (SelectRow(tile=64),),
 }
@@ -136,10 +134,20 @@ FIXED_SPLIT = 4  # of the deterministic mode: the same for any batch
 MERGE_WARPS = 2  # of the second launch of selection
 
 
+def offered(row: Any) -> Any:
+    """A launch row without dependent launches where this Triton has none that compile."""
+    if not row.dependent:
+        return row
+    from .primitives import PDL_OFFERED
+
+    return row if PDL_OFFERED else row._replace(dependent=False)
+
+
 def select_row(arch: str, rows: int, blocks: int) -> SelectRow:
     for row in SELECT.get(arch, SELECT[EVERYWHERE]):
         if (row.rows is None or rows <= row.rows) and (row.blocks is None or blocks <= row.blocks):
-            return row
+            found: SelectRow = offered(row)
+            return found
     raise KeyError(f"no row of SELECT for {arch}, {rows} rows, {blocks} blocks")
 
 

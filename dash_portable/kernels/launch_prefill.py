@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .launch import RDNA, WIDE
-from .primitives import PDL_OFFERED
+from .launch import RDNA, WIDE, offered
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -172,8 +171,7 @@ def prefill_row(
     if width > WIDE:
         wider = WIDER_FLOAT32 if element == 4 else WIDER
         row = row._replace(**wider.get(arch, wider["*"]))
-    row = row._replace(
-        dependent=row.dependent and PDL_OFFERED,
+    row = offered(row)._replace(
         tile_blocks=max(row.tile_blocks, LEAST_KEYS // block),
         tile_step=max(row.tile_step, block),
     )
