@@ -371,8 +371,10 @@ class AttendPrefill:
             self.offset()
             self.place(ids)
             self.pair(query, cache, bias, 0, 0, *strides)
-        self.tile(query, cache, out, *strides)
-        self._beside.join()
+        try:
+            self.tile(query, cache, out, *strides)
+        finally:
+            self._beside.join()
         self.merge(ids, out, 0)
         for chunk in range(1, self._chunks):
             self.pair(query, cache, bias, chunk, chunk * self._chunk_tiles, *strides)
