@@ -252,6 +252,16 @@ def test_bench_lists_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert "decode 32K x 64" in capsys.readouterr().out
     assert main(["bench", "--size", "big"]) == 2
     assert main(["bench", "--only", "nothing like it"]) == 2
+    capsys.readouterr()
+    assert main(["bench", "--backend", "sdap"]) == 2
+    said = capsys.readouterr()
+    assert "(nearest: sdpa)" in said.err
+    assert "measured" not in said.out  # nothing is timed before
+
+
+def test_audit_lists_its_cards(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--list"]) == 0
+    assert "gfx942" in capsys.readouterr().out
 
 
 def test_bench_measures_checks_and_records(

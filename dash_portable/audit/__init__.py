@@ -11,7 +11,7 @@ cards in `targets`.
 """
 
 from .engine import CASES, Row, run_audit
-from .report import cells, line, markdown, read_markdown, render, to_json
+from .report import cells, line, listing, markdown, read_markdown, render, to_json
 from .targets import ALL_TARGETS, INTEL_TARGETS, QUICK, TARGETS
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Row",
     "cells",
     "line",
+    "listing",
     "markdown",
     "read_markdown",
     "render",

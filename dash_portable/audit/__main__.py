@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import ALL_TARGETS, CASES, QUICK, TARGETS, Row, line, render, run_audit, to_json
+from . import CASES, QUICK, TARGETS, Row, line, listing, render, run_audit, to_json
 
 
 def _names(text: str) -> list[str]:
@@ -35,10 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.list:
-        for name, target in ALL_TARGETS.items():
-            limits = f"shared {target.shared:6d}  registers {target.regs:3d}"
-            where = "" if name in TARGETS else "  (Intel lane: ci/intel)"
-            sys.stdout.write(f"{name:8s} {target.vendor:7s} {limits}  {target.cards}{where}\n")
+        sys.stdout.write(listing() + "\n")
         return 0
 
     def show(row: Row, done: int, total: int) -> None:

@@ -6,7 +6,17 @@ import json
 from collections.abc import Iterable, Sequence
 
 from .engine import Row
-from .targets import ALL_TARGETS
+from .targets import ALL_TARGETS, TARGETS
+
+
+def listing() -> str:
+    """The cards that can be compiled for and their limits, a line each."""
+    lines = []
+    for name, target in ALL_TARGETS.items():
+        limits = f"shared {target.shared:6d}  registers {target.regs:3d}"
+        where = "" if name in TARGETS else "  (Intel lane: ci/intel)"
+        lines.append(f"{name:8s} {target.vendor:7s} {limits}  {target.cards}{where}")
+    return "\n".join(lines)
 
 
 def line(row: Row) -> str:

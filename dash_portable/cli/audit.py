@@ -12,11 +12,14 @@ if TYPE_CHECKING:
 
 def audit(
     targets: Annotated[
-        str, typer.Option(help="Comma list of cards' archs, or quick, or all.")
+        str, typer.Option(help="Comma list of cards' archs (see --list), or quick, or all.")
     ] = "all",
     only: Annotated[str, typer.Option(help="Comma list of cases; all if empty.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Compiles at a time.")] = 1,
     limit: Annotated[float, typer.Option(help="Seconds of processor time for one compile.")] = 120,
+    listing: Annotated[
+        bool, typer.Option("--list", help="Only name the cards, with their limits.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="JSON instead of lines.")] = False,
 ) -> None:
     """Compile every kernel for every card, without the cards; status 1 when one does not fit."""
@@ -26,6 +29,9 @@ def audit(
     named = {"all": list(auditing.TARGETS), "quick": list(auditing.QUICK)}
     cases = [name for name in only.split(",") if name] or None
     out = console()
+    if listing:
+        typer.echo(auditing.listing())
+        return
     with progress() as bar:
         task = bar.add_task("compile", total=None)
 

@@ -54,8 +54,9 @@ def bench(
     """
     import torch
 
+    from dash_portable import env
     from dash_portable.cli.terminal import console, folder
-    from dash_portable.dispatch import platform_for, table
+    from dash_portable.dispatch import platform_for, policy_of, table
     from dash_portable.document import model_config
     from dash_portable.trial import bench as trial
     from dash_portable.trial.clock import limits as measured_limits
@@ -71,6 +72,8 @@ def bench(
         for one in trial.WORKLOADS:
             screen.print(f"{one.size:7s} {one.name}", markup=False)
         return
+    for name in backend or ():
+        policy_of("decode", env.read(), table(), backend=name)  # refuses a name that nobody has
     folder(out)
     names = backend or trial.usable(
         device,
