@@ -157,6 +157,8 @@ def backends() -> Pages:
         can = row.capability
         cells = [row.name, _words(can.dtypes), _numbers(can.head_dims), _numbers(can.block_sizes)]
         couplings = [str(rule.__doc__).strip().splitlines()[0] for rule in can.rules]
+        if cut := [text for text in couplings if not text.endswith(".")]:
+            raise ValueError(f"{row.name}: found {cut}, needed whole sentences")
         cells += [_words(can.features), " ".join(couplings) or "-"]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## What was measured, and what was not run", ""]

@@ -129,6 +129,13 @@ def _check_keys(config: Mapping[str, Any]) -> None:
             )
 
 
+def check_head_dim(width: int) -> None:
+    """A head is as wide as the router's rows; ArgumentError where no configuration has those."""
+    rule = _RULES["index_dim"]
+    if not rule.ok(width):
+        raise found_needed("head_dim", width, rule.needed)
+
+
 def check_block_size(block_size: int, block: int) -> None:
     """A sparse block spans whole cache blocks or lies inside one; ArgumentError otherwise."""
     whole = isinstance(block_size, int) and not isinstance(block_size, bool)

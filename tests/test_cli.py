@@ -210,7 +210,7 @@ def test_explain_says_how_to_get_out_of_a_forced_backend(
         (["--platform", "bm"], "nearest: bmg"),
         (["--needs", "grafh"], "nearest: graph"),
         (["--dtype", "float17"], "nearest: float16"),
-        (["--phase", "decod"], "prefill or decode"),
+        (["--phase", "decod"], "both decode prefill (nearest: decode)"),
         (["--block", "33"], "block: found 33, needed one of 8 16 32 64 128 (nearest: 32)"),
         (["--block-size", "48"], "block_size: found 48, needed a multiple or a divisor"),
         (["--platform", "gfx9420"], "platform: found 'gfx9420', needed an arch or a card"),
@@ -232,8 +232,9 @@ def test_requests_are_made_from_flags() -> None:
     assert [one.phase for one in both] == ["prefill", "decode"]
     assert both[0].features == ("in_place", "lse", "graph")
     assert both[0].cache_dtype == "bfloat16"
-    with pytest.raises(ArgumentError, match="head_dim"):
-        requests("decode", "bf16", 0, 1, 32, 64, [])
+    for width in (0, 100):
+        with pytest.raises(ArgumentError, match=r"head_dim: .* a multiple of 16 from 64 to 256"):
+            requests("decode", "bf16", width, 1, 32, 64, [])
 
 
 def test_explain_and_the_dispatcher_agree(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,9 +90,9 @@ _BYTES = {"float32": 4}  # else 2
 
 
 def a_block_fits(platform: Platform, request: Request) -> Rejection | None:
-    """Our kernels hold the keys and values of one sparse block in shared memory. Every card has
-    room for 32 KB of them, all but Arc A for blocks of 32 tokens at any width that was compiled,
-    large ones for 64 KB.
+    """A sparse block's keys and values must fit 32 KB of shared memory, 64 KB on the largest cards.
+
+    Blocks of 32 tokens fit at any width that was compiled, but on Arc A.
     """
     columns = 1 << max(request.head_dim - 1, 15).bit_length()
     held = 2 * request.block * columns * _BYTES.get(request.cache_dtype, 2)

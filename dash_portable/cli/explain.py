@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dash_portable.config import BLOCKS, check_block_size
+from dash_portable.config import BLOCKS, check_block_size, check_head_dim
 from dash_portable.errors import found_needed, unknown_word
 from dash_portable.request import DTYPES, FEATURES, PHASES, Request
 
@@ -40,6 +40,9 @@ def requests(
         near = min(BLOCKS, key=lambda one: abs(one - block))
         raise found_needed("block", block, f"one of {' '.join(map(str, BLOCKS))} (nearest: {near})")
     check_block_size(block_size, block)
+    check_head_dim(head_dim)
+    if phase not in (*PHASES, "both"):
+        raise unknown_word("phase", phase, [*PHASES, "both"])
     found = dtype_named(dtype)
     first = Request(
         phase=PHASES[0] if phase == "both" else phase,
