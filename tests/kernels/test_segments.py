@@ -62,16 +62,23 @@ def test_kernels_feed_libraries(
     ids=lambda x: str(getattr(x, "name", x)),
 )
 @pytest.mark.parametrize(
-    "row", [gather.GATHER["sm90"], gather.GatherRow(heads=1, last=True, tail=16)], ids=str
+    "row",
+    [
+        gather.GATHER["sm90"],
+        gather.GatherRow(warps=8, tail=16),
+        gather.GatherRow(heads=1, last=True, tail=16),
+    ],
+    ids=str,
 )
-def test_keys_may_end_where_sectors_do(
+def test_launch_rows_feed_libraries(
     row: gather.GatherRow,
     fake: Fake,
     entry: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Columns to spare between keys, as on Hopper; with another row, the last row first too."""
-    assert row.tail == 16
+    """Hopper's; columns to spare between keys, so that they end where sectors do; the last row
+    first.
+    """
     monkeypatch.setattr(gather, "GATHER", {"*": row})
     test_kernels_feed_libraries(fake, entry, 16, "decode", monkeypatch, tmp_path)
