@@ -170,12 +170,13 @@ def _select_case(dtype: str, width: int, stage: str) -> Case:
     return Case(
         select_prefill.select_tile_kernel,
         types | few | tiles | _pointers("i32", "order_ptr") | _ints("num_rows"),
-        consts | fields | {"ALONE": stage == "alone"},
+        consts | fields | {"ALONE": stage in ("alone", "short")},
         _launches(
             lambda r: Launch(
                 r.select_warps,
                 0,
-                {"TILE": r.tile, "GROUPS": r.select_groups, "STAGES": r.select_stages},
+                {"TILE": r.tile, "STAGES": r.select_stages}
+                | {"GROUPS": r.groups_of(1) if stage == "short" else r.select_groups},
                 r.select_options,
             ),
             dtype,
@@ -352,7 +353,7 @@ PREFILL_CASES: dict[str, Case] = {
     **_union_cases(),
     **{
         f"select_{stage}_{dtype}_d{width}": _select_case(dtype, width, stage)
-        for stage in ("alone", "tile", "group", "redo")
+        for stage in ("short", "alone", "tile", "group", "redo")
         for dtype, width in (
             ("bf16", 128),
             ("fp16", 64),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from .launch import RDNA, WIDE, offered
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+LEAST_GROUPS = 32  # fewer are not worth a kernel of their own
 
 
 class PrefillRow(NamedTuple):
@@ -68,6 +69,14 @@ class PrefillRow(NamedTuple):
     def union_room(self) -> int:
         """Entries of one tile's union: its blocks, and what fills up a step of the tile kernel."""
         return max(self.union_limit, self.union_all, 1) + self.tile_blocks - 1
+
+    def groups_of(self, max_blocks: int) -> int:
+        """Groups of selection in a step whose longest sequence has max_blocks blocks: half as many
+        where they keep all blocks too.
+        """
+        half = self.select_groups // 2
+        few = max_blocks <= self.select_groups and half >= LEAST_GROUPS
+        return half if few else self.select_groups
 
     def limit_of(self, max_blocks: int) -> int:
         """Largest union that is walked in a step whose longest sequence has max_blocks blocks."""

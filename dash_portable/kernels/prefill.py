@@ -24,8 +24,6 @@ from .union import (
     union_kernel,
 )
 
-LEAST_GROUPS = 32  # of the first launch of selection: fewer are not worth a kernel of their own
-
 
 def launch_of(kernel, grid, consts, fixed, warps, **options):
     """A launch whose constants are given by name; those that the kernel does not know are left."""
@@ -82,10 +80,8 @@ class SelectPrefill:
         paged = ranges is not None
         tiles = groups["tiles"]
         num_tiles = tiles.shape[0]
-        blocks, at_once = summaries.shape[1], launch.select_groups
-        alone = blocks <= 2 * at_once
-        if blocks <= at_once and at_once > LEAST_GROUPS:  # half of them keep all blocks too
-            at_once //= 2
+        blocks = summaries.shape[1]
+        alone = blocks <= 2 * launch.select_groups
         consts = {
             "D": width,
             "DP": power_of_two(max(width, 16)),
@@ -94,7 +90,7 @@ class SelectPrefill:
             "WINDOW": window,
             "W": power_of_two(max(window, 2)),
             "TILE": launch.tile,
-            "GROUPS": at_once,
+            "GROUPS": launch.groups_of(blocks),
             "HAS_PAGES": paged,
             "PDL": launch.dependent,
         }
