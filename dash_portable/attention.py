@@ -332,9 +332,10 @@ def rebuild_summaries(
 
 def _check_sequences(seq_lens: list[int], block_table: Tensor, step: Step) -> None:
     """Lengths and block ids of sequences without new rows."""
+    held = block_table.shape[1] * step.block_size
     for seq, length in enumerate(seq_lens):
-        if not 0 <= length <= step.max_seq_len:
-            needed = f"0 to {step.max_seq_len} (what block_table holds)"
+        if not 0 <= length <= held:
+            needed = f"0 to {held} (what block_table holds)"
             raise found_needed(f"seq_lens[{seq}]", length, needed)
     seqs = torch.arange(len(seq_lens), device=block_table.device)
     check_blocks(block_table, step.seq_lens, seqs, step.cache_shape.num_blocks, step.block_size)

@@ -23,6 +23,8 @@ from dash_portable.serve import deterministic as wanted_deterministic
 from dash_portable.step import Step, Trust, row_positions, rows_of
 
 Lengths = Sequence[int] | Tensor
+LEAST_BLOCKS = 32  # the fewest that a step of prompts is planned for
+_ALIGNMENT = 16  # bytes: what kernels are compiled for
 
 
 def trust_of(cached_summaries: bool, prefix_lens: Tensor | None) -> Trust:
@@ -102,12 +104,17 @@ def describe(
     if prefix_lens is not None:
         index("prefix_lens", prefix_lens, ("R",))
     device_seq = _int32(seq_lens if host_seq is None else host_seq, device, copy=graph)
-    own_slots = slots.to(torch.int64, copy=graph)
+    own_slots = _aligned(slots.to(torch.int64, copy=graph))
     alone = longest == 1 and rows == seqs
     row_pos = row_positions(own_slots, row_seq, query_start, device_seq, alone=alone)
-    bound = block_table.shape[1] * shape.block_size
+    longest_seq = block_table.shape[1] * shape.block_size
     if max_model_len is not None:
-        bound = min(bound, max_model_len)
+        longest_seq = min(longest_seq, max_model_len)
+    bound = longest_seq
+    if not alone:
+        if not graph and host_seq is not None:
+            bound = min(bound, _longest(host_seq, host_query))
+        bound = length_bound(bound, config.block)
     step = Step(
         config=config,
         cache_shape=shape,
@@ -135,8 +142,39 @@ def describe(
     if host_seq is not None and on_host(slots):
         lengths = torch.tensor(host_seq, dtype=torch.int64, device="cpu")
         # Values as they were given: in 32 bits a wrong one may look right.
-        check_values(step, slots, row_pos, roles, positions, lengths, block_table, page_table)
+        check_values(
+            step,
+            slots,
+            row_pos,
+            roles,
+            positions,
+            lengths,
+            block_table,
+            page_table,
+            longest=longest_seq,
+        )
     return step
+
+
+def length_bound(tokens: int, block: int) -> int:
+    """At least `tokens`, in one of few sizes: 32, 48, 64, 96, 128, ... sparse blocks.
+
+    Prompts come in every length, and how a step of theirs is launched goes by its bound: a warm-up
+    can walk the few.
+    """
+    blocks = max(-(-tokens // block), LEAST_BLOCKS)
+    above = 1 << (blocks - 1).bit_length()
+    between = above // 4 * 3
+    return (between if blocks <= between else above) * block
+
+
+def _longest(seq_lens: list[int], query_lens: list[int] | None) -> int:
+    """Tokens of the longest sequence that takes part: has rows, or is rebuilt without any. Others
+    may hold any length.
+    """
+    if query_lens is not None and any(query_lens):
+        seq_lens = [length for length, rows in zip(seq_lens, query_lens, strict=True) if rows]
+    return max(seq_lens, default=0)
 
 
 def check_values(
@@ -148,8 +186,12 @@ def check_values(
     seq_lens: Tensor,
     block_table: Tensor,
     page_table: Tensor | None,
+    *,
+    longest: int,
 ) -> None:
-    """ArgumentError for a wrong value of a step whose tensors lie on the host."""
+    """ArgumentError for a wrong value of a step whose tensors lie on the host; longest: tokens that
+    a sequence may have.
+    """
     StepValues(
         slots=slots,
         row_seq=step.row_seq,
@@ -161,14 +203,19 @@ def check_values(
         page_table=page_table,
         num_blocks=step.cache_shape.num_blocks,
         block_size=step.block_size,
-        longest=step.max_seq_len,
+        longest=longest,
         recomputed=step.recomputed,
     ).check()
 
 
+def _aligned(value: Tensor) -> Tensor:
+    """A part of a larger tensor may begin anywhere, and would be served by other kernels."""
+    return value.clone() if value.data_ptr() % _ALIGNMENT else value
+
+
 def _int32(value: Lengths, device: torch.device, *, copy: bool) -> Tensor:
     if isinstance(value, Tensor):
-        return value.to(device=device, dtype=torch.int32, copy=copy)
+        return _aligned(value.to(device=device, dtype=torch.int32, copy=copy))
     # Padding sequences may hold any length, also one that 32 bits cannot.
     lengths = torch.tensor(value, dtype=torch.int64, device="cpu")
     return lengths.clamp(-(2**31), 2**31 - 1).int().to(device)

@@ -184,7 +184,18 @@ class DashStep:
             row_pos = row_positions(
                 slots, step.row_seq, step.query_start, lengths, alone=step.single_row
             )
-            check_values(step, slots, row_pos, roles, positions, seq_lens, block_table, page_table)
+            held = step.block_table.shape[1] * step.block_size
+            check_values(
+                step,
+                slots,
+                row_pos,
+                roles,
+                positions,
+                seq_lens,
+                block_table,
+                page_table,
+                longest=min(held, step.max_seq_len),
+            )
         for value, own in new.values():
             if value is not None and own is not None:
                 own.copy_(value)

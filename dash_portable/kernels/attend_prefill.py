@@ -119,7 +119,7 @@ def _local_places(
     return place
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_tr"])
 def attend_tile_kernel(
     query_ptr,
     cache_ptr,
@@ -233,7 +233,9 @@ def attend_tile_kernel(
         tl.store(out, result, mask=(row >= 0) & (d[None, :] < D))
 
 
-@triton.jit(do_not_specialize=["keys_total", "chunk_pairs", "entries", "chunk", "chunk_tile"])
+@triton.jit(
+    do_not_specialize=["keys_total", "chunk_pairs", "entries", "chunk", "chunk_tile", "stride_tr"]
+)
 def attend_pair_kernel(
     query_ptr,
     cache_ptr,

@@ -74,9 +74,8 @@ def _group_cases() -> dict[str, Case]:
             )
             | {"cache_ptr": "*bf16"}
             | _pointers("i32", "table_ptr", "first_ptr", "last_ptr", "page_ptr", "part_ptr")
-            | _ints("num_rows", "entries", "stride_sr")
-            | _strides("rr")
-            | _strides("cb", "ch", "ct", "tr"),
+            | _ints("num_rows", "entries", "stride_sr", "stride_rr", "stride_tr")
+            | _strides("cb", "ch", "ct"),
             {
                 "HEADS": HQ,
                 "D": 128,
@@ -209,8 +208,7 @@ def _union_cases() -> dict[str, Case]:
             | _pointers("i32", "hist_ptr", "listed_count_ptr", "listed_ptr", "rank_ptr")
             | _pointers("fp32", "bias_ptr", "weight_ptr")
             | _pointers("bf16", "out_ptr")
-            | _ints(*ints, "num_rows", "limit")
-            | _strides("tr"),
+            | _ints(*ints, "num_rows", "limit", "stride_tr"),
             pairs | {"P": 64, "BLOCK": 32, "LOCAL": 128, "WIDTH": HQ * 128},
             _launches(
                 lambda r: Launch(
@@ -267,7 +265,8 @@ def _attend_cases(dtype: str, width: int, cache_block: int, group: int = 1) -> d
         _pointers(dtype, "query_ptr", "cache_ptr")
         | _pointers("i32", "table_ptr", "tile_ptr", "order_ptr", "pos_ptr")
         | {"scale": "fp32"}
-        | _strides("cb", "ch", "ct", "tr")
+        | _ints("stride_tr")
+        | _strides("cb", "ch", "ct")
     )
     name = f"{dtype}_d{width}_p{cache_block}"
     matrix, spills = dtype != "fp32", _spills(dtype, width)

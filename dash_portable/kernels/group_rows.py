@@ -17,7 +17,7 @@ TILE_FIELDS = 8
 CHUNK = 256  # rows of one program of the grouping
 
 
-@triton.jit(do_not_specialize=["num_rows", "entries"])
+@triton.jit(do_not_specialize=["num_rows", "entries", "stride_sr", "stride_rr", "stride_tr"])
 def rows_class_kernel(
     seq_ptr,
     pos_ptr,

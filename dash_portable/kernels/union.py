@@ -37,7 +37,9 @@ def _distinct(ids):
     return tl.sum((bits >> n.to(tl.int64)) & 1, 0).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_rows", "max_blocks", "keys", "chunk_tiles", "limit"])
+@triton.jit(
+    do_not_specialize=["num_rows", "max_blocks", "keys", "chunk_tiles", "limit", "stride_tr"]
+)
 def union_kernel(
     ids_ptr,
     bias_ptr,

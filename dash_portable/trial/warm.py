@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dash_portable.cache import empty_cache
 from dash_portable.config import DashConfig
-from dash_portable.describe import describe
+from dash_portable.describe import describe, length_bound
 from dash_portable.pages import prompt_positions
 from dash_portable.plan import DashStep
 from dash_portable.serve import serve, shared_layer
@@ -58,9 +58,12 @@ class Kind:
     recomputed  coordinates always come from there
     shared      a page table is given
     stores      only stores, as `cache_dash_prefill`: without and with summaries
+    bound       tokens that the step is planned for, of those that prompts are; None: as decoded
+                rows are, for the longest sequence of the server
     """
 
     lengths: tuple[int, ...]
+    bound: int | None = None
     trust: Trust = Trust.CACHED
     given: bool = False
     recomputed: bool = False
@@ -75,29 +78,53 @@ class Kind:
         many = f"{len(self.lengths)} x {max(self.lengths)} rows"
         traits = ("given", "recomputed", "shared", "stores")
         told = [trait for trait in traits if getattr(self, trait)]
+        if self.bound is not None:
+            told.append(f"up to {self.bound} tokens")
         return " ".join([many, f"trust={self.trust.value}", *told])
 
 
-def kinds(call: str, rows: Sequence[int], longest: int) -> list[Kind]:
-    """The kinds of step behind a call of CALLS, with `rows` sequences decoded together."""
+def bounds(longest: int, block: int) -> list[int]:
+    """All that steps of prompts are planned for where no sequence has more than `longest` tokens,
+    blocks of `block`.
+    """
+    found = [length_bound(0, block)]
+    while found[-1] < length_bound(longest, block):
+        found.append(length_bound(found[-1] + 1, block))
+    return found
+
+
+def kinds(call: str, rows: Sequence[int], longest: int, planned: Sequence[int]) -> list[Kind]:
+    """The kinds of step behind a call of CALLS: `rows` sequences decoded together, prompts of up to
+    `longest` rows, planned for so many tokens.
+    """
     decode = [(1,) * n for n in rows]
     prompts = [(n,) for n in (longest, longest // 16 * 16, _SEVERAL, 2)]
-    mixed = [(longest, 1), (_SEVERAL, 2, 1), (16,) * 16, (3,) * _SEVERAL]
+    most = max(rows)
+    mixed = [(longest, 1), (_SEVERAL, 2, 1), (16,) * 16, (3,) * _SEVERAL, (2, *(1,) * (most - 1))]
     found = list[Kind]()
     if call == ESTABLISHED:
         for trust in Trust:
             found += [Kind(lengths=n, trust=trust) for n in decode]
             found += [Kind(lengths=n, trust=trust, given=True) for n in decode]
         for trust in (Trust.CACHED, Trust.PREFIX):
-            found += [
-                Kind(lengths=n, trust=trust, given=True, recomputed=True) for n in [(1,), *prompts]
-            ]
+            again = Kind(lengths=(1,), trust=trust, given=True, recomputed=True)
+            found += [again, *_planned(again, prompts, planned)]
         return [*found, *(Kind(lengths=n, given=True, stores=True) for n in [(1,), *prompts])]
-    sharing = call == SHARING
-    found += [Kind(lengths=n, shared=sharing) for n in decode]
-    return found + [
-        Kind(lengths=n, given=True, shared=sharing) for n in [*decode, *prompts, *mixed]
-    ]
+    continued = Kind(lengths=(1,), shared=call == SHARING)
+    given = replace(continued, given=True)
+    found += [replace(kind, lengths=n) for kind in (continued, given) for n in decode]
+    # A sequence without rows beside those that have one: stored in tiles, attended row by row.
+    found += [replace(continued, lengths=(*n, 0), bound=planned[0]) for n in decode]
+    return found + _planned(given, [*prompts, *mixed], planned)
+
+
+def _planned(kind: Kind, lengths: Sequence[tuple[int, ...]], planned: Sequence[int]) -> list[Kind]:
+    return [replace(kind, lengths=n, bound=bound) for bound in planned for n in lengths]
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether steps on a device need kernels at all."""
+    return device.type != "cpu"
 
 
 @contextlib.contextmanager
@@ -174,9 +201,12 @@ class _Scratch:
         self.head_cls = torch.zeros(config.index_dim, dtype=server.dtype, device=server.device)
 
     def step(self, kind: Kind) -> Step:
-        """A step of a kind: sequences of one row decode it, the others are prompts."""
+        """A step of a kind: sequences of one row decode it, and all where no row brings its
+        coordinates; the others are prompts.
+        """
         server, count, on = self.server, len(kind.lengths), self.server.device
-        rows = [range(self.held, self.held + 1) if n == 1 else range(n) for n in kind.lengths]
+        end = self.held + 1
+        rows = [range(n) if kind.given and n > 1 else range(end - n, end) for n in kind.lengths]
         token = torch.tensor([t for of in rows for t in of])
         sequence = torch.tensor([i for i, of in enumerate(rows) for _ in of])
         slots = self.table[sequence, token // server.block_size].long() * server.block_size
@@ -184,9 +214,9 @@ class _Scratch:
         known = token.clamp_max(self.held - 1)
         pages = torch.tensor([[[0, 0], [0, self.held]]], dtype=torch.int32).repeat(count, 1, 1)
         prefix = torch.zeros(count, dtype=torch.int32)
-        return describe(
+        step = describe(
             list(kind.lengths),
-            [of[-1] + 1 for of in rows],
+            [of.stop for of in rows],
             self.table[:count].to(on),
             slots.to(on),
             self.roles[known].to(on),
@@ -201,6 +231,9 @@ class _Scratch:
             recomputed=kind.recomputed,
             graph=server.graph and kind.decoding,
         )
+        if kind.bound is None:
+            return step
+        return replace(step, max_seq_len=max(step.max_seq_len, kind.bound))
 
     def run(self, kind: Kind) -> str:
         """Run a step of a kind; who attended, or "" if nobody did."""
@@ -237,12 +270,15 @@ def warm_up(
 
     Raises UnsupportedError when nobody, or not the forced backend, can serve.
     """
-    scratch = _Scratch(server, max(max_rows, _SEVERAL))
+    scratch = _Scratch(server, max(max_rows, _SEVERAL) + 1)  # one may be without rows
     compiled, backends = list[Compiled](), dict[str, str]()
     rows: Sequence[int] = range(1, max_rows + 1)
-    if server.device.type == "cpu":  # nothing compiles: a few show that the steps run
-        rows = sorted({1, 2, max_rows})
-    plans = list(dict.fromkeys(k for call in calls for k in kinds(call, rows, scratch.held)))
+    planned = bounds(server.max_model_len, server.config.block)
+    if not compiles(server.device):  # a few show that the steps run
+        rows, planned = sorted({1, 2, max_rows}), planned[:1]
+    plans = list(
+        dict.fromkeys(k for call in calls for k in kinds(call, rows, scratch.held, planned))
+    )
     begin = time.perf_counter()
     for done, kind in enumerate(plans):
         progress(str(kind), done, len(plans))
