@@ -83,6 +83,7 @@ def kinds(texts: list[list[int]]) -> dict[str, Kind]:
     two = {"split": 4, "ticket": False}
     grouped = {"shape": GROUPED}
     prefix = {"trust": Trust.PREFIX}
+    wide = {"wide": True}  # in the launches of prompts longer than these
     return {
         "decode": kind(parts=some, held=held_some, options=plain),
         "decode one": kind(parts=one, held=held_some, options=plain),
@@ -106,9 +107,10 @@ def kinds(texts: list[list[int]]) -> dict[str, Kind]:
             parts=some, held=held_some, options={**plain, **prefix}
         ),
         "prompts": kind(parts=prompt, held=empty),
+        "prompts among longer ones": kind(parts=prompt, held=empty, options=wide),
         "prompts by block": kind(parts=prompt, held=empty, options={"deterministic": True}),
         "prompts by many blocks": kind(
-            parts=prompt, held=empty, options={"deterministic": True}, shape=LONG
+            parts=prompt, held=empty, options={"deterministic": True, **wide}, shape=LONG
         ),
         "prompts by tile": kind(
             parts=prompt, held=empty, rows=({}, {}, {"union_limit": 64, "tile_blocks": 2})
@@ -116,12 +118,14 @@ def kinds(texts: list[list[int]]) -> dict[str, Kind]:
         "prompts of groups": kind(parts=prompt, held=empty, **grouped),
         "chunks": kind(parts=chunks, held=held_chunks),
         "chunks through a page table": kind(
-            parts=chunks, held=held_chunks, options={"paged": True}
+            parts=chunks, held=held_chunks, options={"paged": True, **wide}
         ),
         "chunks in another's cache": kind(
-            parts=chunks, held=held_chunks, options={"trust": Trust.NONE}
+            parts=chunks, held=held_chunks, options={"trust": Trust.NONE, **wide}
         ),
-        "chunks behind a prefix": kind(parts=chunks, held=held_chunks, options=prefix),
+        "chunks behind a prefix": kind(
+            parts=chunks, held=held_chunks, options={**prefix, **wide}
+        ),
         "store": kind(parts=prompt, held=empty, run="store"),
         "store rows": kind(parts=some, held=held_some, run="store", options=plain),
         "rebuild": kind(parts=(), held=held, run="rebuild"),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dash_portable.backends.triton import Runner
 from dash_portable.config import DashConfig
-from dash_portable.describe import describe
+from dash_portable.describe import describe, length_bound
 from dash_portable.pages import prompt_coordinates, prompt_positions
 from dash_portable.plan import DashStep
 from dash_portable.serve import serve
@@ -252,10 +252,13 @@ class Served:
         *,
         given: bool = True,
         paged: bool = False,
+        wide: bool = False,
         **options: Any,
     ) -> Step:
-        """given: rows bring their coordinates. paged: through a page table."""
-        return describe(
+        """given: rows bring their coordinates. paged: through a page table. wide: planned for the
+        longest sequence of the shape, as prompts are whose lengths lie on the device.
+        """
+        step = describe(
             batch.query_lens,
             batch.seq_lens,
             batch.table,
@@ -269,6 +272,9 @@ class Served:
             page_table=batch.pages if paged else None,
             **options,
         )
+        if not wide:
+            return step
+        return replace(step, max_seq_len=length_bound(self.shape.longest, step.config.block))
 
     def fed(self, cache: Tensor, ends: Sequence[int], chunk: int = 1 << 20) -> Tensor:
         """Store and attend the first `ends[s]` tokens of every sequence, `chunk` at a time."""
