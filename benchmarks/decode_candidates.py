@@ -1,7 +1,10 @@
 """Launch rows of decode that may beat the shipped ones: checked against them, timed beside them.
 
     python benchmarks/decode_candidates.py            compiled by 15 processes first
-    python benchmarks/decode_candidates.py attend --jobs 4    only these parts: attend select layer
+    python benchmarks/decode_candidates.py layer --jobs 4     only these parts: layer select sweep
+
+`sweep` times whole layers of 32 to 256 rows, where programs by matrix products fit the card at once
+or do not.
 
 Medians of three, in us: with L2 emptied before every call (the emptying subtracted), and warm.
 """
@@ -68,6 +71,8 @@ ATTEND = {
     64: [plain(2, 1), dot(1, 4, 3), dot(1, 2, 3), dot(1, 2, 4)],
     256: [plain(4, 1, ticket=False), plain(4, 1), dot(1, 4, 3), dot(1, 2, 3)],
 }
+SWEPT = (32, 64, 96, 128, 192, 256)
+SWEEP = [dot(1, 4, 3), plain(2, 1, ticket=False), plain(4, 1), plain(4, 1, ticket=False)]
 TABLES = (dict(launch.SELECT), dict(launch.ATTEND))
 TABLE: list[str] = []
 
@@ -186,25 +191,40 @@ def selects() -> None:
         select(case)
 
 
-PARTS = {"layer": layers, "select": selects}
+def sweep() -> None:
+    for rows in SWEPT:
+        case, found = tune.Case(rows, 1 << 15, pages=False), {}
+        shipped()
+        own = shipped_row(rows, 1024, rows)._replace(dependent=True)
+        for dependent, row in itertools.product((True, False), SWEEP):
+            runner = case.runner(row, dependent=dependent)
+            call = tune.whole(case, case.layer(own), runner)
+            call()
+            found[tune.short(row) + (" PDL" if dependent else " plain")] = (*timed(call), "")
+        report("layer", case, found)
+        del case
+        torch.cuda.empty_cache()
 
 
-def shipped_row(rows: int, blocks: int) -> launch.SelectRow:
-    """The table's row as one for four rows with as many splits."""
+PARTS = {"layer": layers, "select": selects, "sweep": sweep}
+
+
+def shipped_row(rows: int, blocks: int, of: int = 4) -> launch.SelectRow:
+    """The table's row as one for `of` rows with as many splits."""
     row = launch.select_row("sm90", rows, blocks)
-    programs = 4 * launch.split_of(row, rows, blocks)
+    programs = of * launch.split_of(row, rows, blocks)
     return row._replace(rows=None, blocks=None, programs=programs)
 
 
 def work() -> Iterator[tuple[object, ...]]:
-    joint = [shipped_row(rows, 1024) for rows in (1, 8, 64, 256)]
+    joint = [shipped_row(rows, 1024) for rows in (1, 8, *SWEPT)]
     joint += [row_of(split, options, 4) for _, split, options in JOINT]
     for row in joint:
         yield "joint", row._replace(dependent=True), 1 << 15, 10, 1
     alone = [shipped_row(rows, 4096) for rows in (1, 8, 64, 256)]
     for row in alone + [row_of(split, options, 4) for _, split, options in ALONE]:
         yield "alone", row, 1 << 17, 2, 1
-    for row in itertools.chain(*ATTEND.values()):
+    for row in itertools.chain(*ATTEND.values(), SWEEP):
         for dependent in (True, False):
             yield "attend", row._replace(programs=None), dependent
 

@@ -24,7 +24,9 @@ class DecodeRunner:
         config, rows, heads = step.config, step.num_rows, step.heads
         device, width = step.device, step.head_dim
         programs = rows * step.kv_heads
-        row = launch.attend_row(arch, programs, step.deterministic, width, step.dtype.itemsize)
+        row = launch.attend_row(
+            arch, programs, step.deterministic, width, step.dtype.itemsize, step.group
+        )
         dot = step.group > 1 or (row.dot and step.dtype.itemsize < 4)
         dependent = launch.select_row(arch, rows, step.max_blocks).dependent
         split = min(row.split, power_of_two(config.topk + config.local_blocks))

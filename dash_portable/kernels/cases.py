@@ -183,7 +183,11 @@ def _attend_rows(group: int, dtype: str, width: int = D) -> dict[str, tuple[Row,
         selecting = launch.SELECT.get(arch, launch.SELECT[EVERYWHERE])
         dependent = any(launch.offered(row).dependent for row in selecting)
         named = {
-            f"{row.programs or 'any'}": launch.fitted(row, arch, width, itemsize) for row in rows
+            "single" if row.single else f"{row.programs or 'any'}": launch.fitted(
+                row, arch, width, itemsize
+            )
+            for row in rows
+            if group == 1 or not row.single
         } | {"fixed": launch.attend_row(arch, 1, True, width, itemsize)}
         table[arch] = tuple(
             Row(

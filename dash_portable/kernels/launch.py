@@ -57,6 +57,7 @@ class AttendRow(NamedTuple):
     dot     also one query head of a kv head goes by matrix products, as several do: their loads go
             to shared memory without waiting in registers. Not in float32
     stages  of loads under way at once in front of matrix products; None: as the compiler likes
+    single  only where a kv head has one query head
     """
 
     programs: int | None = None
@@ -65,6 +66,7 @@ class AttendRow(NamedTuple):
     dot_warps: int = 4  # where several query heads of a kv head go by products; not in float32
     dot: bool = False
     stages: int | None = None
+    single: bool = False
     ticket: bool = False
 
 
@@ -96,6 +98,7 @@ SELECT: Mapping[str, tuple[SelectRow, ...]] = {
     "sm90": (
         SelectRow(rows=2, programs=2048, warps=8, ahead=True, ticket=True, dependent=True),
         SelectRow(rows=8, programs=256, warps=8, ahead=True, ticket=True, dependent=True),
+        SelectRow(rows=100, programs=512, ticket=True),
         SelectRow(programs=512, ticket=True, dependent=True),
     ),
     EVERYWHERE: (SelectRow(tile=64),),
@@ -106,6 +109,9 @@ ATTEND: Mapping[str, tuple[AttendRow, ...]] = {
         AttendRow(programs=80, split=8, warps=2, dot=True, stages=3, ticket=True),
         AttendRow(programs=160, split=4, warps=4, dot=True, stages=3, ticket=True),
         AttendRow(programs=320, split=2, warps=4, dot=True, stages=3, ticket=True),
+        # As many as run at once, five a multiprocessor; of more, the last would run nearly alone.
+        AttendRow(programs=660, split=1, warps=4, dot=True, stages=3, ticket=True),
+        AttendRow(split=4, single=True),
         AttendRow(split=1, warps=4, dot=True, stages=3, ticket=True),
     ),
     **dict.fromkeys(
@@ -152,14 +158,21 @@ def select_row(arch: str, rows: int, blocks: int) -> SelectRow:
 
 
 def attend_row(
-    arch: str, programs: int, deterministic: bool, width: int = WIDE, itemsize: int = 2
+    arch: str,
+    programs: int,
+    deterministic: bool,
+    width: int = WIDE,
+    itemsize: int = 2,
+    group: int = 1,
 ) -> AttendRow:
-    """The row for heads of `width` columns and numbers of `itemsize` bytes."""
+    """The row for heads of `width` columns, numbers of `itemsize` bytes, and `group` query heads of
+    a kv head.
+    """
     rows = ATTEND.get(arch, ATTEND[EVERYWHERE])
     if deterministic:  # one row for any batch: other warps add up in another order
         return fitted(rows[-1]._replace(split=FIXED_SPLIT), arch, width, itemsize)
     for row in rows:
-        if row.programs is None or programs <= row.programs:
+        if (row.programs is None or programs <= row.programs) and (group == 1 or not row.single):
             return fitted(row, arch, width, itemsize)
     raise KeyError(f"no row of ATTEND for {arch}, {programs} programs")
 

@@ -208,6 +208,19 @@ def test_amd_makes_another_kernel_for_tensors_beyond_2_gb(streams):
     assert ways == ["usual", "usual", "direct", "usual", "direct", "direct"]
 
 
+def test_every_row_of_attention_is_compiled_for_the_audit():
+    """Also where two have no limit: for one query head of a kv head, and for several."""
+    from dash_portable.kernels.cases import CASES
+
+    for arch, rows in launch.ATTEND.items():
+        for case, taken in {
+            "attend_decode_bf16": rows,
+            "attend_decode_group_bf16": [row for row in rows if not row.single],
+        }.items():
+            compiled = CASES[case].rows(arch if arch != "*" else "sm80")
+            assert len(compiled) == len({one.label for one in compiled}) == len(taken) + 1
+
+
 def test_rows_are_found_and_splits_fit():
     for arch in (*launch.SELECT, "unknown"):
         for rows in (1, 8, 9, 300):
@@ -229,3 +242,5 @@ def test_rows_are_found_and_splits_fit():
             assert wide == row._replace(
                 warps=max(row.warps, 4), dot_warps=8, stages=row.stages or 1
             )
+            assert not launch.attend_row(arch, programs, False, group=4).single
+        assert not launch.attend_row(arch, 1000, True).single  # one row for any batch and group
