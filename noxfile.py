@@ -4,7 +4,7 @@ runs.
 
 import nox
 
-nox.options.sessions = ["lint", "types", "matrix", "docs", "tests", "interpreter", "audit"]
+nox.options.sessions = ["lint", "types", "matrix", "docs", "cpu", "interpreter", "audit"]
 # The steps run in the environment that nox was started from: six copies of torch would gain
 # nothing.
 nox.options.default_venv_backend = "none"
@@ -41,7 +41,7 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
-def tests(session: nox.Session) -> None:
+def cpu(session: nox.Session) -> None:
     """The tests, kernels excepted."""
     _step(session, "cpu")
 
@@ -92,6 +92,12 @@ def intel(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Planted faults are caught, each by the lane meant for it."""
     _step(session, "faults")
+
+
+@nox.session
+def device(session: nox.Session) -> None:
+    """The tests on this machine's GPU; $LANE_VENDOR says whose it must be."""
+    _step(session, "device")
 
 
 @nox.session

@@ -46,6 +46,8 @@ FIELDS: dict[str, type] = {
     "note": str,
 }
 Lane = dict[str, Any]
+FLOORS = {"torch": (2, 8, 0), "triton": (3, 4, 0)}  # the oldest that are supported
+MOST_MINUTES = 360  # GitHub ends a job then
 
 
 def load(path: Path = LANES) -> list[Lane]:
@@ -59,6 +61,12 @@ def extras() -> set[str]:
     text = (ROOT / "pyproject.toml").read_text()
     section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     return set(re.findall(r"^([\w-]+) *=", section, re.MULTILINE))
+
+
+def pythons() -> list[str]:
+    """The Pythons that the package says it runs on."""
+    text = (ROOT / "pyproject.toml").read_text()
+    return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
 
 
 def steps() -> set[str]:
@@ -94,16 +102,24 @@ def _findings(lane: Lane, known_extras: set[str], known_steps: set[str]) -> list
     unknown = sorted(set(lane["check"].split()) - known_steps)
     if unknown or not lane["check"]:
         found.append(f"check: ci/test.sh has no step {' '.join(unknown) or '(none named)'}")
-    if not re.fullmatch(r"3\.\d+", lane["python"]):
-        found.append(f"python: found {lane['python']!r}, needed 3.N")
-    for name in ("torch", "triton"):
-        if not re.fullmatch(r"\d+\.\d+\.\d+|image|none", lane[name]):
-            found.append(f"{name}: found {lane[name]!r}, needed N.N.N, image or none")
+    if lane["python"] not in pythons():
+        found.append(f"python: found {lane['python']!r}, needed one of {' '.join(pythons())}")
+    for name, floor in FLOORS.items():
+        value = lane[name]
+        if value in ("image", "none"):
+            continue
+        if not re.fullmatch(r"\d+\.\d+\.\d+", value):
+            found.append(f"{name}: found {value!r}, needed N.N.N, image or none")
+        elif tuple(map(int, value.split("."))) < floor:
+            least = ".".join(map(str, floor))
+            found.append(f"{name}: found {value!r}, needed at least {least}")
+    if not 1 <= lane["minutes"] <= MOST_MINUTES:
+        found.append(f"minutes: found {lane['minutes']}, needed 1 to {MOST_MINUTES}")
     if lane["index"] not in ("default", "image"):
         found.append(f"index: found {lane['index']!r}, needed default or image")
     if not lane["runner"]:
         found.append("runner: no label")
-    if not lane["note"] and not (lane["enabled"] and lane["blocking"]):
+    if not lane["note"].strip() and not (lane["enabled"] and lane["blocking"]):
         found.append("note: a lane that is off or does not block must say why")
     if lane["blocking"] and not lane["enabled"]:
         found.append("blocking: a lane that is off cannot block")
@@ -112,8 +128,13 @@ def _findings(lane: Lane, known_extras: set[str], known_steps: set[str]) -> list
         found.append("check: `device` belongs to the lanes of GPUs, and to all of them")
     if device and "self-hosted" not in lane["runner"]:
         found.append("runner: a lane with a device needs a self-hosted label")
-    if lane["image"] and not re.search(r":\S*\d", lane["image"]):
+    if device and "none" in (lane["torch"], lane["triton"]):
+        found.append("torch: a lane with a device is proven by its torch and its triton")
+    tag = lane["image"].rpartition("/")[2].partition(":")[2]
+    if lane["image"] and (not re.search(r"\d", tag) or "latest" in tag):
         found.append(f"image: found {lane['image']!r}, needed a tag with a version")
+    if device and lane["image"] and not lane["devices"]:
+        found.append("devices: a container sees none that it is not given")
     if lane["devices"] and not lane["image"]:
         found.append("devices: they are a container's options, and the lane has no image")
     if (lane["index"] == "image") != (lane["torch"] == "image"):

@@ -11,6 +11,7 @@ table goes to .cache/seeded-faults.md.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -86,7 +87,7 @@ FAULTS = (
         old="place = tl.load(table_ptr + token // P, mask=ok, other=0).to(tl.int64)",
         new="place = tl.load(table_ptr + token // P, mask=ok, other=0)",
         command=_pytest("tests/kernels/test_far_strides.py", "-k", "block and bfloat16"),
-        says="Segmentation fault|Mismatched elements|failed",
+        says="Segmentation fault|Mismatched elements",
     ),
     Fault(
         name="tile too big for gfx942's LDS",
@@ -152,7 +153,7 @@ FAULTS = (
         says="torch: the lane asks for",
     ),
     Fault(
-        name="swapped torch wheel: no device of the vendor",
+        name="a machine without the lane's device: this one",
         lane="nvidia-sm90",
         path="README.md",
         old="",
@@ -167,7 +168,16 @@ FAULTS = (
 def copy_to(folder: Path) -> None:
     """The project's files, ignored ones left out."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # In a container the folder is another user's, which git trusts only when told to.
+    trusted = {"COUNT": "1", "KEY_0": "safe.directory", "VALUE_0": str(ROOT)}
+    names = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **{f"GIT_CONFIG_{name}": value for name, value in trusted.items()}},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

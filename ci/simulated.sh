@@ -14,6 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p .cache
 report=.cache/simulated.txt
 : >"$report"
+names="$(python3 -m ci.matrix --names)" || exit 1 # it says what is wrong with which lane
 have="$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
 passed=0 failed=0 left=0
 begin=$SECONDS
@@ -38,8 +39,12 @@ while read -r lane python; do
         failed=$((failed + 1)) state="FAILED"
     fi
     echo "$state    $lane $((SECONDS - start)) s" >>"$report"
-done < <(python3 -m ci.matrix --names)
+done <<<"$names"
 echo "all $((SECONDS - begin)) s" >>"$report"
 cat "$report"
 echo "lanes: $passed passed, $failed failed, $left skipped"
+if [[ $((passed + failed)) -eq 0 ]]; then
+    echo "no lane was run: found ${*:-no Python that a lane wants}, needed the beginning of one of" $names >&2
+    exit 1
+fi
 [[ $failed -eq 0 ]]

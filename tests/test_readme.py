@@ -32,6 +32,11 @@ def test_the_serving_page_is_one_program_that_runs() -> None:
     assert (a.stored, b.stored) == (568 + 1 + 3, 294 + 3)  # type: ignore[attr-defined]
 
 
+def test_no_page_holds_a_place_to_be_filled() -> None:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
+        assert "@@" not in page.read_text(), page
+
+
 def test_the_test_command_is_cis() -> None:
     commands = re.findall(r"```sh\n(.*?)\n```", README, re.S)
     assert len(commands) == 2

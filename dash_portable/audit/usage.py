@@ -44,7 +44,9 @@ def _nvidia(kernel: Any, arch: Any, kept: Path | None) -> dict[str, int]:
     ptx = kernel.asm["ptx"]
     if kept is None:
         return _ask_ptxas(ptx, arch)
-    note = kept / f"{sha256(f'{arch} {ptx}'.encode()).hexdigest()}.json"
+    from triton import __version__  # each brings a ptxas of its own
+
+    note = kept / f"{sha256(f'{__version__} {arch} {ptx}'.encode()).hexdigest()}.json"
     if not note.exists():
         note.parent.mkdir(parents=True, exist_ok=True)
         written = note.with_suffix(f".{os.getpid()}")
