@@ -28,7 +28,7 @@ CONFIG = document.model_config()
 Part = tuple[int, int]  # new rows and tokens of one sequence
 
 
-def server() -> Server:
+def server(longest: int) -> Server:
     return Server(
         config=CONFIG,
         heads=HEADS,
@@ -36,16 +36,17 @@ def server() -> Server:
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
         block_size=BLOCK,
-        max_model_len=LONGEST,
+        max_model_len=longest,
     )
 
 
 class Serving:
     """A cache of one long sequence, whose blocks all others share but where they write."""
 
-    def __init__(self) -> None:
-        self.width = -(-LONGEST // BLOCK)
-        self.blocks = 3 * self.width
+    def __init__(self, longest: int = LONGEST) -> None:
+        self.longest = longest
+        self.width = -(-longest // BLOCK)
+        self.blocks = 3 * self.width + 5 * MOST
         self.cache = empty_cache(CONFIG, self.blocks, KV_HEADS, BLOCK, dtype=torch.bfloat16)
         self.head_cls = torch.zeros(CONFIG.index_dim, dtype=torch.bfloat16)
 
@@ -104,35 +105,35 @@ class Serving:
     def steps(self, *, pages: int = 0) -> None:
         """What `DashStep` may be asked for."""
         lengths = [2, 15, 16, 17, 100, 1000, 1024, 1025, 2048, 2049, 3072, 3073, 4096, 4097, 9000]
-        for tokens in lengths:
+        for tokens in [n for n in lengths if n <= self.longest]:
             self.step([(tokens, tokens)], pages=pages)
             used = -(-tokens // BLOCK)
             for width in (used, used + 1, -(-used // 16) * 16):
                 self.step([(tokens, tokens)], width=width, pages=pages)
-            self.step([(tokens, tokens), (1, LONGEST)], pages=pages)
-            self.step([(2, LONGEST), (min(tokens, 200), tokens), (0, 7)], pages=pages)
-        self.step([(100, LONGEST)], unaligned=True, pages=pages)
-        self.step([(2, LONGEST)] * 17, given=False, pages=pages)
+            self.step([(tokens, tokens), (1, self.longest)], pages=pages)
+            self.step([(2, self.longest), (min(tokens, 200), tokens), (0, 7)], pages=pages)
+        self.step([(100, self.longest)], unaligned=True, pages=pages)
+        self.step([(2, self.longest)] * 17, given=False, pages=pages)
         chance = random.Random(0)
         for _ in range(30):
-            tokens = [chance.randint(1, LONGEST) for _ in range(chance.randint(1, MOST))]
+            tokens = [chance.randint(2, self.longest) for _ in range(chance.randint(1, MOST))]
             many = [min(chance.choice([1, 1, 2, 3, 16, 17, 250]), n) for n in tokens]
             self.step(list(zip(many, tokens, strict=True)), pages=pages)
         for count in range(1, MOST + 1):
-            tokens = [chance.randint(2, LONGEST) for _ in range(count)]
+            tokens = [chance.randint(2, self.longest) for _ in range(count)]
             for given in (False, True):
                 self.step([(1, n) for n in tokens], given=given, pages=pages)
             self.step([(0, 5), *((1, n) for n in tokens)], given=False, pages=pages)
 
     def established(self) -> None:
         """The calls of the established names."""
-        for tokens in (1, 2, 16, 17, 1000, 2049, 3073, 4097):
+        for tokens in [n for n in (1, 2, 16, 17, 1000, 2049, 3073, 4097) if n <= self.longest]:
             table, slots = self.places([(tokens, tokens)], self.width)
             q, k, v, iq, ik = self.rows(tokens)
             roles = torch.zeros(tokens, dtype=torch.int32)
             for head_cls in (None, self.head_cls):
                 attention.cache_dash_prefill(k, v, ik, roles, slots, self.cache, CONFIG, head_cls)
-        for rows, tokens in [(1, 9), (1, LONGEST), (5, 3000), (100, 100), (900, LONGEST)]:
+        for rows, tokens in [(1, 9), (1, self.longest), (5, 1300), (100, 100), (900, self.longest)]:
             table, slots = self.places([(rows, tokens)], self.width)
             q, k, v, iq, ik = self.rows(rows)
             roles, positions = slots.new_zeros(rows), slots.new_zeros(4, rows)
@@ -142,7 +143,7 @@ class Serving:
                     self.head_cls, CONFIG, 0, "AUTO", prefix,
                 )  # fmt: skip
         for count in (1, 2, 3, 16, 17, MOST):
-            parts = [(1, LONGEST - 64 * i) for i in range(count)]
+            parts = [(1, self.longest - 40 * i) for i in range(count)]
             table, slots = self.places(parts, self.width)
             q, k, v, iq, ik = self.rows(count)
             roles, lengths = slots.new_zeros(count), torch.tensor([n for _, n in parts])
@@ -157,25 +158,25 @@ class Serving:
                 for positions in (None, fresh):
                     attention.paged_dash_decode(
                         q, k, v, iq, ik, roles, self.cache, table, lengths, slots, self.head_cls,
-                        CONFIG, 0, LONGEST, positions=positions, **trust,
+                        CONFIG, 0, self.longest, positions=positions, **trust,
                     )  # fmt: skip
         table = torch.arange(self.width)[None]
-        for tokens in (5, 3000, LONGEST):
+        for tokens in (5, 1300, self.longest):
             attention.rebuild_summaries(
                 self.cache, table, torch.tensor([tokens]), self.head_cls, CONFIG
             )
 
 
-def warmed(arch: str, calls: Sequence[str] = CALLS) -> set[Variant]:
+def warmed(arch: str, longest: int, calls: Sequence[str] = CALLS) -> set[Variant]:
     with variants(arch) as seen, pytest.MonkeyPatch.context() as patch:
         # On a CPU only a few steps are warmed up: here it stands for a GPU.
         patch.setattr(warm, "compiles", lambda device: True)
-        warm_up(server(), max_rows=MOST, calls=calls)
+        warm_up(server(longest), max_rows=MOST, calls=calls)
     return seen
 
 
-def served(arch: str) -> dict[str, set[Variant]]:
-    serving, found = Serving(), {}
+def served(arch: str, longest: int) -> dict[str, set[Variant]]:
+    serving, found = Serving(longest), {}
     for call, ask in {
         warm.STEP: serving.steps,
         warm.ESTABLISHED: serving.established,
@@ -192,14 +193,21 @@ def texts(found: set[Variant]) -> str:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
-@pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx942", "gfx1100"])
+@pytest.mark.parametrize(
+    ("arch", "longest"),
+    [
+        *((arch, LONGEST) for arch in ("sm80", "sm90", "gfx942", "gfx1100")),
+        ("sm90", 1500),
+        ("gfx942", 2100),
+    ],
+)
 def test_serving_asks_for_nothing_new(
-    arch: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    arch: str, longest: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DASH_PORTABLE_DETERMINISTIC", str(int(deterministic)))
-    for call, asked in served(arch).items():
+    for call, asked in served(arch, longest).items():
         assert len({name for name, *_ in asked}) > 5  # the kernels were reached
-        new = asked - warmed(arch, (call,))
+        new = asked - warmed(arch, longest, (call,))
         assert not new, texts(new)
 
 
@@ -207,7 +215,7 @@ def test_a_bound_that_is_not_warmed_up_is_seen(monkeypatch: pytest.MonkeyPatch) 
     """So that the test above can fail."""
     planned = warm.bounds(LONGEST, CONFIG.block)
     monkeypatch.setattr(warm, "bounds", lambda longest, block: planned[:1])
-    new = served("sm90")[warm.STEP] - warmed("sm90", (warm.STEP,))
+    new = served("sm90", LONGEST)[warm.STEP] - warmed("sm90", LONGEST, (warm.STEP,))
     assert {"select_tile_kernel", "attend_pair_kernel"} <= {name for name, *_ in new}
 
 

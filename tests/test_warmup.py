@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,6 +49,15 @@ def test_what_triton_compiles_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
         knobs.runtime.jit_post_compile_hook(repr="store_kernel[num_warps: 4](*bf16)")
     assert seen == [("store_kernel", "[num_warps: 4](*bf16)")]
     assert len(told) == 1  # whoever listened before still hears of it
+
+
+@pytest.mark.parametrize("longest", [40, 1000])
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_a_server_may_be_small(longest: int, block_size: int) -> None:
+    """Of fewer tokens than the steps that warm it up, and of one row at a time."""
+    one = replace(server(2, longest, block_size), device=torch.device("cpu"))
+    found = warm_up(one, max_rows=1, calls=CALLS)
+    assert set(found.backends) == {"decode", "prefill"}
 
 
 @on_gpu

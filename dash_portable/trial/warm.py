@@ -223,7 +223,7 @@ class _Scratch:
             self.positions[:, known].to(on) if kind.given else None,
             config=server.config,
             cache=self.cache,
-            max_model_len=server.max_model_len,
+            max_model_len=max(server.max_model_len, end),
             num_heads=server.kv_heads if kind.stores else server.heads,
             page_table=pages.to(on) if kind.shared else None,
             trust=kind.trust,
