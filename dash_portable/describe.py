@@ -128,13 +128,14 @@ def describe(
         positions=None if positions is None else _int32(positions, device, copy=graph),
         query_start=query_start,
         seq_lens=device_seq,
-        block_table=_int32(block_table, device, copy=graph).contiguous(),
+        block_table=_int32(block_table, device, copy=graph),
         page_table=None if page_table is None else _int32(page_table, device, copy=graph),
         prefix_lens=None if prefix_lens is None else _int32(prefix_lens, device, copy=graph),
         trust=trust,
         recomputed=recomputed,
         max_query_len=longest,
         max_seq_len=bound,
+        longest=longest_seq,
         query_lens=None if host_query is None else tuple(host_query),
         deterministic=wanted_deterministic(deterministic),
         graph=graph,
@@ -209,7 +210,10 @@ def check_values(
 
 
 def _aligned(value: Tensor) -> Tensor:
-    """A part of a larger tensor may begin anywhere, and would be served by other kernels."""
+    """In one piece, as kernels read it. A part of a larger tensor may begin anywhere, and would be
+    served by other kernels.
+    """
+    value = value.contiguous()
     return value.clone() if value.data_ptr() % _ALIGNMENT else value
 
 

@@ -184,7 +184,6 @@ class DashStep:
             row_pos = row_positions(
                 slots, step.row_seq, step.query_start, lengths, alone=step.single_row
             )
-            held = step.block_table.shape[1] * step.block_size
             check_values(
                 step,
                 slots,
@@ -194,7 +193,7 @@ class DashStep:
                 seq_lens,
                 block_table,
                 page_table,
-                longest=min(held, step.max_seq_len),
+                longest=step.max_seq_len if step.longest is None else step.longest,
             )
         for value, own in new.values():
             if value is not None and own is not None:

@@ -46,6 +46,7 @@ class Step:
     prefix_lens  int32 [R]      see Trust.PREFIX; or None
     recomputed   coordinates always come from `positions`; rows whose `positions[3]` is not negative
                  are decoded tokens computed again, and write no counts
+    longest      tokens that a sequence may have at most, for checks of values
     max_query_len, max_seq_len  host bounds, for scratch sizes and launches. Of decoded rows what a
                                 sequence may hold at most, of prompts a little over what theirs do
     """
@@ -69,6 +70,7 @@ class Step:
     recomputed: bool = False
     max_query_len: int
     max_seq_len: int
+    longest: int | None = None
     query_lens: tuple[int, ...] | None = None
     deterministic: bool = False
     graph: bool = False

@@ -20,6 +20,7 @@ from tests.scene import (
     HEADS,
     KV_HEADS,
     MODEL,
+    PROMPT,
     SIZE,
     WIDTH,
     Scene,
@@ -485,6 +486,39 @@ def test_a_wrong_update_leaves_the_step_as_it_was(
         step.update(**{**right, **changes})
     assert all(same(x, getattr(step.step, name)) for name, x in own.items())
     step.update(**right)
+
+
+def test_an_update_keeps_to_the_longest_that_was_planned(scene: Scene) -> None:
+    """Also where scratch is made for a little more."""
+    given = scene.step()
+    names = ("block_table", "slots", "roles", "positions", "prefix_lens")
+    step = planned(scene, graph=True, max_model_len=80)
+    refused_at = "seq_lens[1]: found 81, needed at most 80"
+    with pytest.raises(dash_portable.ArgumentError, match=re.escape(refused_at)):
+        step.update(torch.tensor([65, 81]), **{name: given[name] for name in names})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("graph", [False, True])
+def test_index_tensors_may_be_views(scene: Scene, graph: bool, dtype: torch.dtype) -> None:
+    """Kernels read them in one piece from a multiple of 16 bytes on, whatever was handed over."""
+    names = ("seq_lens", "block_table", "slots", "roles", "positions", "prefix_lens", "page_table")
+    given = scene.step() | {"page_table": torch.zeros(2, 4, 2, dtype=torch.int64)}
+    given["page_table"][:, 1:, 1] = len(PROMPT)
+    given["seq_lens"] = torch.tensor(given["seq_lens"])
+    plain = {name: given[name].to(dtype) for name in names}
+    spread = {name: torch.stack([x, x + 99], -1)[..., 0] for name, x in plain.items()}
+    turned = {name: x.T.contiguous().T if x.dim() == 2 else x for name, x in plain.items()}
+    shifted = {name: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+               for name, x in plain.items()}  # fmt: skip
+    wanted = planned(scene, graph=graph, **plain).step
+    for views in (spread, turned, shifted):
+        found = planned(scene, graph=graph, **views).step
+        for name in (*names, "row_pos", "row_seq", "query_start"):
+            x = getattr(found, name)
+            assert torch.equal(x, getattr(wanted, name)), name
+            assert x.is_contiguous(), name
+            assert x.data_ptr() % 16 == 0, name
 
 
 def test_only_a_graphs_step_is_updated(scene: Scene) -> None:

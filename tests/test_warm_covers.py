@@ -12,6 +12,7 @@ import torch
 
 from dash_portable import attention, document
 from dash_portable.cache import empty_cache
+from dash_portable.kernels import launch
 from dash_portable.plan import DashStep
 from dash_portable.trial import warm
 from dash_portable.trial.warm import CALLS, Server, warm_up
@@ -50,8 +51,8 @@ class Serving:
         self.cache = empty_cache(CONFIG, self.blocks, KV_HEADS, BLOCK, dtype=torch.bfloat16)
         self.head_cls = torch.zeros(CONFIG.index_dim, dtype=torch.bfloat16)
 
-    def rows(self, count: int, heads: int = HEADS) -> list[torch.Tensor]:
-        shapes = [(count, heads), (count, KV_HEADS), (count, KV_HEADS), (count,), (count,)]
+    def rows(self, count: int) -> list[torch.Tensor]:
+        shapes = [(count, HEADS), (count, KV_HEADS), (count, KV_HEADS), (count,), (count,)]
         return [torch.zeros(*of, CONFIG.index_dim, dtype=torch.bfloat16) for of in shapes]
 
     def places(self, parts: Sequence[Part], width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,7 +144,7 @@ class Serving:
                     self.head_cls, CONFIG, 0, "AUTO", prefix,
                 )  # fmt: skip
         for count in (1, 2, 3, 16, 17, MOST):
-            parts = [(1, self.longest - 40 * i) for i in range(count)]
+            parts = [(1, self.longest - 10 * i) for i in range(count)]
             table, slots = self.places(parts, self.width)
             q, k, v, iq, ik = self.rows(count)
             roles, lengths = slots.new_zeros(count), torch.tensor([n for _, n in parts])
@@ -209,6 +210,19 @@ def test_serving_asks_for_nothing_new(
         assert len({name for name, *_ in asked}) > 5  # the kernels were reached
         new = asked - warmed(arch, longest, (call,))
         assert not new, texts(new)
+
+
+def test_so_many_rows_and_heads_that_every_row_of_decode_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One query head of a kv head, and up to 1,200 programs."""
+    for name, value in {"HEADS": 10, "KV_HEADS": 10, "MOST": 120}.items():
+        monkeypatch.setitem(globals(), name, value)
+    asked = served("sm90", 3000)[warm.STEP]
+    splits = {text for name, text, _ in asked if name == "attend_decode_kernel"}
+    assert len(splits) >= len(launch.ATTEND["sm90"]) - 1  # all but the one of groups
+    new = asked - warmed("sm90", 3000, (warm.STEP,))
+    assert not new, texts(new)
 
 
 def test_a_bound_that_is_not_warmed_up_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
