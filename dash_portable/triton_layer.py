@@ -90,6 +90,7 @@ class TritonLayer:
         with trusted summaries.
         """
         if self._rows is not None and self._side is None:
+            head_cls = head_cls.contiguous()
             with on_device(self.step.device):
                 self._rows.store_select(q, k, v, iq, ik, cache, head_cls, scale, floor)
         else:
@@ -109,6 +110,7 @@ class TritonLayer:
     ) -> tuple[Tensor, Tensor]:
         """Write the rows' tokens; the rotated `query [N, Hq, D]` and `index_query [N, D]`."""
         if self.step.num_rows:
+            head_cls = None if head_cls is None else head_cls.contiguous()
             with on_device(self.step.device):
                 if self._rows is not None:
                     self._rows.store(q, k, v, iq, ik, cache, head_cls)

@@ -126,7 +126,7 @@ class Side:
             return
         prefix = step.seq_lens if step.prefix_lens is None else step.prefix_lens
         self._summarize(
-            self._lengths, prefix, self._end, cache, step.block_table, head_cls, self.summaries,
-            self.ranges,
+            self._lengths, prefix, self._end, cache, step.block_table, head_cls.contiguous(),
+            self.summaries, self.ranges,
             self.max_blocks, *strides,
         )  # fmt: skip

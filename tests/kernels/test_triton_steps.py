@@ -9,6 +9,7 @@ from dash_portable.backends.eager import Runner as EagerRunner
 from dash_portable.backends.triton import Runner
 from dash_portable.kernels import launch_prefill
 from dash_portable.platform.detect import current_platform
+from dash_portable.step import Trust
 from dash_portable.triton_layer import TritonLayer
 from tests.kernels.world import Text, World, assert_same_cache, assert_same_selection, both, feed
 
@@ -77,6 +78,15 @@ def test_out_of_any_strides():
     Runner(step).run(query, world.cache, ids, bias, wide[..., :64])
     assert torch.equal(dense, wide[..., :64])
     assert wide[..., 64:].isnan().all()
+
+
+@pytest.mark.parametrize("trust", [Trust.CACHED, Trust.NONE], ids=str)
+def test_a_summary_query_of_any_stride(trust):
+    world = World([PLAIN], block_size=16)
+    world.head_cls = torch.stack([world.head_cls, torch.full_like(world.head_cls, 7)], -1)[:, 0]
+    assert not world.head_cls.is_contiguous()
+    check(world, world.step([(0, 0, 420)], trust=trust))
+    check(world, world.step([(0, 420, 421)], given=False, trust=trust))
 
 
 def test_empty_step():
