@@ -102,8 +102,9 @@ def _findings(lane: Lane, known_extras: set[str], known_steps: set[str]) -> list
     unknown = sorted(set(lane["check"].split()) - known_steps)
     if unknown or not lane["check"]:
         found.append(f"check: ci/test.sh has no step {' '.join(unknown) or '(none named)'}")
-    if lane["python"] not in pythons():
-        found.append(f"python: found {lane['python']!r}, needed one of {' '.join(pythons())}")
+    supported = pythons()
+    if lane["python"] not in supported:
+        found.append(f"python: found {lane['python']!r}, needed one of {' '.join(supported)}")
     for name, floor in FLOORS.items():
         value = lane[name]
         if value in ("image", "none"):

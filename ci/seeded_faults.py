@@ -169,11 +169,15 @@ def copy_to(folder: Path) -> None:
     """The project's files, ignored ones left out."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     # In a container the folder is another user's, which git trusts only when told to.
-    trusted = {"COUNT": "1", "KEY_0": "safe.directory", "VALUE_0": str(ROOT)}
+    trusted = {
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": "safe.directory",
+        "GIT_CONFIG_VALUE_0": str(ROOT),
+    }
     names = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, **{f"GIT_CONFIG_{name}": value for name, value in trusted.items()}},
+        env={**os.environ, **trusted},
         capture_output=True,
         text=True,
         check=True,

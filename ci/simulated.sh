@@ -44,7 +44,8 @@ echo "all $((SECONDS - begin)) s" >>"$report"
 cat "$report"
 echo "lanes: $passed passed, $failed failed, $left skipped"
 if [[ $((passed + failed)) -eq 0 ]]; then
-    echo "no lane was run: found ${*:-no Python that a lane wants}, needed the beginning of one of" $names >&2
+    lanes="$(cut -d' ' -f1 <<<"$names" | tr '\n' ' ')"
+    echo "no lane was run: found ${*:-no Python that a lane wants}, needed the beginning of one of $lanes" >&2
     exit 1
 fi
 [[ $failed -eq 0 ]]

@@ -143,17 +143,7 @@ def describe(
     if host_seq is not None and on_host(slots):
         lengths = torch.tensor(host_seq, dtype=torch.int64, device="cpu")
         # Values as they were given: in 32 bits a wrong one may look right.
-        check_values(
-            step,
-            slots,
-            row_pos,
-            roles,
-            positions,
-            lengths,
-            block_table,
-            page_table,
-            longest=longest_seq,
-        )
+        check_values(step, slots, row_pos, roles, positions, lengths, block_table, page_table)
     return step
 
 
@@ -187,12 +177,8 @@ def check_values(
     seq_lens: Tensor,
     block_table: Tensor,
     page_table: Tensor | None,
-    *,
-    longest: int,
 ) -> None:
-    """ArgumentError for a wrong value of a step whose tensors lie on the host; longest: tokens that
-    a sequence may have.
-    """
+    """ArgumentError for a wrong value of a step whose tensors lie on the host."""
     StepValues(
         slots=slots,
         row_seq=step.row_seq,
@@ -204,7 +190,7 @@ def check_values(
         page_table=page_table,
         num_blocks=step.cache_shape.num_blocks,
         block_size=step.block_size,
-        longest=longest,
+        longest=step.max_seq_len if step.longest is None else step.longest,
         recomputed=step.recomputed,
     ).check()
 

@@ -184,17 +184,7 @@ class DashStep:
             row_pos = row_positions(
                 slots, step.row_seq, step.query_start, lengths, alone=step.single_row
             )
-            check_values(
-                step,
-                slots,
-                row_pos,
-                roles,
-                positions,
-                seq_lens,
-                block_table,
-                page_table,
-                longest=step.max_seq_len if step.longest is None else step.longest,
-            )
+            check_values(step, slots, row_pos, roles, positions, seq_lens, block_table, page_table)
         for value, own in new.values():
             if value is not None and own is not None:
                 own.copy_(value)

@@ -46,7 +46,7 @@ class Step:
     prefix_lens  int32 [R]      see Trust.PREFIX; or None
     recomputed   coordinates always come from `positions`; rows whose `positions[3]` is not negative
                  are decoded tokens computed again, and write no counts
-    longest      tokens that a sequence may have at most, for checks of values
+    longest      tokens that a sequence may have at most, for checks of values; None: max_seq_len
     max_query_len, max_seq_len  host bounds, for scratch sizes and launches. Of decoded rows what a
                                 sequence may hold at most, of prompts a little over what theirs do
     """
